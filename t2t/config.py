@@ -1,0 +1,422 @@
+"""What a run is told: frozen dataclass sections, TOML in and out, dotted overrides, one validation.
+
+Every field is declared, typed and documented here and nowhere else; the command line's flags and the
+reference are made from these classes.
+
+>>> config = load(overrides={"train.steps": "100", "data.train": "pairs.tsv"})
+>>> config.train.steps, config.data.train
+(100, ('pairs.tsv',))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from t2t.errors import InputError, did_you_mean
+
+
+def opt(default: Any, help: str) -> Any:
+    """A field with its one line of documentation."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where the run lives and what it runs on."""
+
+    dir: str = opt("", "run folder; empty: runs/<name>")
+    name: str = opt("t2t", "name of the run, for its folder and for trackers")
+    seed: int = opt(1, "seed of data order, dropout, objectives and fresh weights")
+    device: str = opt("auto", 'device to run on: "auto", "cpu", "cuda", "mps", ...')
+    threads: int = opt(0, "CPU threads; 0: as many as there are cores")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained."""
+
+    path: str = opt("", "model folder to start from (Hugging Face layout), or asset:NAME")
+    config: str = opt("", "start from scratch: a config.json, or a folder that holds one")
+    tokenizer: str = opt("", 'empty: the model\'s own; "bytes"; a tokenizer folder or name; a SentencePiece file')
+    dropout: float | None = opt(None, "dropout rate; unset: as the model's config says")
+    freeze: tuple[str, ...] = opt((), 'parameters that stay as they are, by name glob: "encoder.*", "shared.*"')
+
+
+@dataclass(frozen=True)
+class Data:
+    """The text, and how it becomes rows."""
+
+    train: tuple[str, ...] = opt((), "training files or globs: jsonl, csv, tsv, txt, parquet; also .gz .xz .zst")
+    validation: tuple[str, ...] = opt((), "validation files or globs")
+    validation_split: float = opt(0.0, "share of the training examples held out when no validation file is given")
+    format: Literal["auto", "jsonl", "csv", "tsv", "txt", "parquet"] = opt("auto", "file format; auto: by file name")
+    source: str = opt("", "source column; empty: detected; dots reach inside: translation.en")
+    target: str = opt("", "target column; empty: detected")
+    prefix: str = opt("", 'text put before every source, as "summarize: "')
+    source_transforms: tuple[str, ...] = opt(
+        (), "applied to the source in order: strip_diacritics, lower, nfc, nfkc, s/REGEX/TEXT/, package.module:function"
+    )
+    target_transforms: tuple[str, ...] = opt((), "the same for the target")
+    piece: int = opt(0, "cut longer plain-text lines at spaces into pieces of at most so many characters; 0: never")
+    objective: Literal["seq2seq", "character_noise"] = opt("seq2seq", "what is learned from an example")
+    max_source_length: int = opt(512, "source tokens kept, end token included")
+    max_target_length: int = opt(128, "target tokens kept, end token included")
+    source_row: int = opt(0, "slots in a packed source row; 0: picked from the data")
+    target_row: int = opt(0, "slots in a packed target row; 0: picked from the data")
+    max_samples: int = opt(0, "use at most so many training examples; 0: all")
+    max_validation_samples: int = opt(0, "use at most so many validation examples; 0: all")
+    on_bad_line: Literal["error", "skip"] = opt("error", "what a bad line does: stop, or be skipped and counted")
+    max_bad_lines: int = opt(1000, "skipping stops with an error beyond so many bad lines")
+
+
+@dataclass(frozen=True)
+class Train:
+    """How long, how much at once, how precisely."""
+
+    steps: int = opt(0, "optimizer steps; 0: train.epochs decides")
+    epochs: float = opt(3.0, "passes over the data, where train.steps is 0")
+    stop_at: int = opt(0, "end after this step under the full schedule; 0: run to the end")
+    batch: int = opt(32, "examples in one optimizer step, over all ranks")
+    micro_rows: int | Literal["auto"] = opt("auto", "packed rows computed at once: memory and speed, never the result")
+    precision: Literal["auto", "fp32", "mixed"] = opt("auto", "auto: mixed on a GPU, fp32 on a CPU")
+    gradient_checkpointing: bool = opt(False, "recompute activations in backward: less memory, a third more time")
+    label_smoothing: float = opt(0.0, "share of probability spread over the vocabulary")
+    log_every: int = opt(10, "steps between log lines")
+    evaluate_every: int = opt(0, "steps between evaluations; 0: once, at the end")
+    metrics: tuple[str, ...] = opt((), "text metrics computed with generation at evaluations: bleu, chrf, rouge, ...")
+    best: str = opt("loss", "figure that decides which checkpoint is best")
+    patience: int = opt(0, "stop after so many evaluations without a better figure; 0: never")
+
+
+@dataclass(frozen=True)
+class Optim:
+    """The optimizer, its rate and its schedule."""
+
+    name: Literal["adamw", "adafactor"] = opt("adamw", "optimizer")
+    lr: float | None = opt(None, "peak learning rate; unset: the default of the optimizer and model family")
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = opt("linear", "course of the rate after warm-up")
+    warmup: float = opt(0.0, "warm-up: steps, or a share of all steps when below 1")
+    weight_decay: float = opt(0.0, "decoupled decay; never of norms, biases and relative-bias tables")
+    clip: float = opt(1.0, "largest global gradient norm; 0: no clipping")
+    beta1: float = opt(0.9, "AdamW: decay of the first moment")
+    beta2: float = opt(0.999, "AdamW: decay of the second moment")
+    eps: float = opt(1e-8, "AdamW: term that keeps the division finite")
+    relative_step: bool = opt(False, "Adafactor: rate from the step number; optim.lr and schedule are then unused")
+    scale_parameter: bool = opt(False, "Adafactor: scale updates by each tensor's root mean square")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Saving, so that no run is lost."""
+
+    every: int = opt(500, "steps between checkpoints; 0: only at the end and on a signal")
+    keep: int = opt(2, "newest checkpoints kept, besides the best")
+    resume: bool = opt(True, "go on from the newest checkpoint that verifies; false: refuse a folder that has one")
+
+
+@dataclass(frozen=True)
+class Generate:
+    """How text is produced."""
+
+    beams: int = opt(1, "beams; 1: greedy, or sampling when a temperature is given")
+    max_length: int = opt(0, "new tokens at most; 0: the training target length")
+    temperature: float = opt(0.0, "0: no sampling")
+    top_k: int = opt(0, "sample from the k likeliest tokens; 0: all")
+    top_p: float = opt(1.0, "sample from the smallest set with this probability")
+    length_penalty: float = opt(1.0, "beam scores are divided by length to this power")
+    batch: int = opt(64, "inputs decoded together")
+
+
+@dataclass(frozen=True)
+class Track:
+    """Where figures go besides log.jsonl."""
+
+    to: tuple[str, ...] = opt((), "tensorboard, wandb, trackio; each an extra to install")
+    project: str = opt("t2t", "project name at the tracker")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All sections of a run.
+
+    >>> Config().train.batch
+    32
+    """
+
+    run: Run = field(default_factory=Run)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    train: Train = field(default_factory=Train)
+    optim: Optim = field(default_factory=Optim)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    generate: Generate = field(default_factory=Generate)
+    track: Track = field(default_factory=Track)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder.
+
+        >>> load(overrides={"run.name": "x"}).run_dir.as_posix()
+        'runs/x'
+        """
+        return Path(self.run.dir or f"runs/{self.run.name}")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One config field as the outside sees it: ``train.steps``."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+
+
+def keys() -> Iterator[Key]:
+    """Every key of the config, in order.
+
+    >>> next(keys()).name
+    'run.dir'
+    """
+    for section in dataclasses.fields(Config):
+        cls = _section_class(section.name)
+        types_ = typing.get_type_hints(cls)
+        for f in dataclasses.fields(cls):
+            yield Key(f"{section.name}.{f.name}", types_[f.name], f.default, f.metadata["help"])
+
+
+def load(
+    path: str | Path | None = None,
+    overrides: Mapping[str, str | list[str]] | None = None,
+    base: Config | None = None,
+    validate: bool = True,
+) -> Config:
+    """Read a TOML file (or a recipe's name) and overrides (dotted key to text or texts), and validate the whole.
+
+    >>> load(overrides={"train.bach": "8"})
+    Traceback (most recent call last):
+    t2t.errors.InputError: --train.bach: unknown key (did you mean train.batch?)
+    """
+    known = {key.name: key for key in keys()}
+    values: dict[str, dict[str, Any]] = {s.name: {} for s in dataclasses.fields(Config)}
+    origin: dict[str, str] = {}
+
+    def put(name: str, raw: Any, where: str, text: bool) -> None:
+        if name not in known:
+            raise InputError(f"{where}: unknown key{did_you_mean(name, known)}")
+        section, _, leaf = name.partition(".")
+        values[section][leaf] = _convert(raw, known[name].type, where, text)
+        origin[name] = where
+
+    if path is not None:
+        file = find_recipe(path)
+        for name, raw in _flatten(_read_toml(file), file):
+            put(name, raw, f"{file}: {name}", text=False)
+    for name, raw in (overrides or {}).items():
+        put(name, raw, f"--{name}", text=True)
+    start = base or Config()
+    config = Config(**{name: dataclasses.replace(getattr(start, name), **given) for name, given in values.items()})
+    if validate:
+        _validate(config, origin)
+    return config
+
+
+def find_recipe(path: str | Path) -> Path:
+    """A TOML file by path, or a packaged recipe by name.
+
+    >>> find_recipe("quickstart").name
+    'quickstart.toml'
+    """
+    if Path(path).is_file():
+        return Path(path)
+    packaged = Path(str(resources.files("t2t") / "recipes" / f"{Path(path).stem}.toml"))
+    if packaged.is_file() and Path(path).name in (packaged.stem, packaged.name):
+        return packaged
+    names = sorted(p.stem for p in packaged.parent.glob("*.toml"))
+    raise InputError(f"{path}: no such config file, nor a recipe{did_you_mean(str(path), names)}; recipes: {', '.join(names)}")
+
+
+def to_toml(config: Config) -> str:
+    """The whole config as TOML, every field written out; unset fields are left away.
+
+    >>> load_text = to_toml(Config())
+    >>> "[train]" in load_text and "batch = 32" in load_text
+    True
+    """
+    lines: list[str] = []
+    for section in dataclasses.fields(Config):
+        lines.append(f"[{section.name}]")
+        part = getattr(config, section.name)
+        for f in dataclasses.fields(part):
+            value = getattr(part, f.name)
+            if value is not None:
+                lines.append(f"{f.name} = {_toml_value(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every key and its value, for comparing two configs.
+
+    >>> flat(Config())["train.batch"]
+    32
+    """
+    return {key.name: getattr(getattr(config, key.name.split(".")[0]), key.name.split(".")[1]) for key in keys()}
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    if isinstance(value, float):
+        return repr(value)
+    # JSON's strings, numbers and booleans are TOML's; DEL is the one character TOML wants escaped besides.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _section_class(name: str) -> type:
+    return typing.cast(type, typing.get_type_hints(Config)[name])
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: not valid TOML: {error}") from None
+
+
+def _flatten(tree: Mapping[str, Any], file: Path) -> Iterator[tuple[str, Any]]:
+    sections = [s.name for s in dataclasses.fields(Config)]
+    for section, table in tree.items():
+        if section not in sections:
+            raise InputError(f"{file}: {section}: unknown section{did_you_mean(section, sections)}")
+        if not isinstance(table, dict):
+            raise InputError(f"{file}: {section}: is a section: write [{section}] and its keys below")
+        for leaf, raw in table.items():
+            yield f"{section}.{leaf}", raw
+
+
+def _convert(raw: Any, kind: Any, where: str, text: bool) -> Any:
+    """One value as its field's type; ``text`` says that it comes from a command line."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if raw is None or (text and raw in ("none", "")) and type(None) in args:
+            return None
+        errors = []
+        for option in args:
+            if option is type(None):
+                continue
+            try:
+                return _convert(raw, option, where, text)
+            except InputError as error:
+                errors.append(str(error).removeprefix(f"{where}: "))
+        raise InputError(f"{where}: " + "; or ".join(errors))
+    if origin is Literal:
+        if raw in args:
+            return raw
+        raise InputError(f"{where}: {raw!r} is not one of {', '.join(map(str, args))}{did_you_mean(str(raw), args)}")
+    if origin is tuple:
+        items = [raw] if isinstance(raw, str) else raw
+        if not isinstance(items, list):
+            raise InputError(f"{where}: expected a list of strings, got {raw!r}")
+        return tuple(_convert(item, args[0], where, text) for item in items)
+    if kind is bool:
+        if text and str(raw).lower() in ("true", "false"):
+            return str(raw).lower() == "true"
+        if isinstance(raw, bool):
+            return raw
+        raise InputError(f"{where}: expected true or false, got {raw!r}")
+    if kind is str:
+        if isinstance(raw, str):
+            return raw
+        raise InputError(f"{where}: expected text, got {raw!r}")
+    if isinstance(raw, (bool, list, dict)) or (isinstance(raw, str) and not text):
+        raise InputError(f"{where}: expected {_NUMBER[kind]}, got {raw!r}")
+    try:
+        number = kind(raw)
+    except ValueError:
+        raise InputError(f"{where}: expected {_NUMBER[kind]}, got {raw!r}") from None
+    if kind is int and number != raw and not text:
+        raise InputError(f"{where}: expected {_NUMBER[kind]}, got {raw!r}")
+    if isinstance(number, float) and not math.isfinite(number):
+        raise InputError(f"{where}: expected a finite number, got {raw!r}")
+    return number
+
+
+_NUMBER = {int: "a whole number", float: "a number"}
+
+# key → (test, what is right); each is checked on the value alone.
+_RANGES: dict[str, tuple[Any, str]] = {
+    "run.threads": (lambda v: v >= 0, "0 or more"),
+    "model.dropout": (lambda v: v is None or 0 <= v < 1, "at least 0 and below 1"),
+    "data.validation_split": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "data.piece": (lambda v: v == 0 or v >= 8, "0, or 8 or more"),
+    "data.max_source_length": (lambda v: v >= 2, "2 or more (one token and the end token)"),
+    "data.max_target_length": (lambda v: v >= 2, "2 or more (one token and the end token)"),
+    "data.source_row": (lambda v: v >= 0, "0 or more"),
+    "data.target_row": (lambda v: v >= 0, "0 or more"),
+    "data.max_samples": (lambda v: v >= 0, "0 or more"),
+    "data.max_validation_samples": (lambda v: v >= 0, "0 or more"),
+    "data.max_bad_lines": (lambda v: v >= 0, "0 or more"),
+    "train.steps": (lambda v: v >= 0, "0 or more"),
+    "train.epochs": (lambda v: v > 0, "above 0"),
+    "train.stop_at": (lambda v: v >= 0, "0 or more"),
+    "train.batch": (lambda v: v >= 1, "1 or more"),
+    "train.micro_rows": (lambda v: v == "auto" or v >= 1, '1 or more, or "auto"'),
+    "train.label_smoothing": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "train.log_every": (lambda v: v >= 1, "1 or more"),
+    "train.evaluate_every": (lambda v: v >= 0, "0 or more"),
+    "train.patience": (lambda v: v >= 0, "0 or more"),
+    "optim.lr": (lambda v: v is None or v >= 0, "0 or more"),
+    "optim.warmup": (lambda v: v >= 0, "0 or more"),
+    "optim.weight_decay": (lambda v: v >= 0, "0 or more"),
+    "optim.clip": (lambda v: v >= 0, "0 or more"),
+    "optim.beta1": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "optim.beta2": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "optim.eps": (lambda v: v > 0, "above 0"),
+    "checkpoint.every": (lambda v: v >= 0, "0 or more"),
+    "checkpoint.keep": (lambda v: v >= 1, "1 or more"),
+    "generate.beams": (lambda v: v >= 1, "1 or more"),
+    "generate.max_length": (lambda v: v >= 0, "0 or more"),
+    "generate.temperature": (lambda v: v >= 0, "0 or more"),
+    "generate.top_k": (lambda v: v >= 0, "0 or more"),
+    "generate.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "generate.batch": (lambda v: v >= 1, "1 or more"),
+}
+
+
+def _validate(config: Config, origin: Mapping[str, str]) -> None:
+    def fail(name: str, message: str) -> None:
+        raise InputError(f"{origin.get(name, name)}: {message}")
+
+    values = flat(config)
+    for name, (right, words) in _RANGES.items():
+        if not right(values[name]):
+            fail(name, f"must be {words}, got {values[name]!r}")
+    for row, longest in (("source_row", "max_source_length"), ("target_row", "max_target_length")):
+        if 0 < values[f"data.{row}"] < values[f"data.{longest}"]:
+            fail(f"data.{row}", f"must hold one example: at least data.{longest} = {values[f'data.{longest}']}, or 0")
+    if values["model.path"] and values["model.config"]:
+        fail("model.config", "is for training from scratch; give it or model.path, not both")
+    if values["data.validation"] and values["data.validation_split"]:
+        fail("data.validation_split", "is for runs without data.validation; give one of them")
+    if values["generate.beams"] > 1 and values["generate.temperature"] > 0:
+        fail("generate.temperature", "samples, and beams search: set generate.beams to 1 or the temperature to 0")
+    if values["optim.relative_step"] and values["optim.name"] != "adafactor":
+        fail("optim.relative_step", 'needs optim.name = "adafactor"')
+    if values["optim.relative_step"] and values["optim.lr"] is not None:
+        fail("optim.lr", "is unused under optim.relative_step; leave one of them out")
+    if values["train.best"] != "loss" and values["train.best"] not in values["train.metrics"]:
+        fail("train.best", f"{values['train.best']!r} is not computed: use loss, or add it to train.metrics")
+    for name in values["track.to"]:
+        if name not in ("tensorboard", "wandb", "trackio"):
+            fail("track.to", f"no tracker {name!r}{did_you_mean(name, ('tensorboard', 'wandb', 'trackio'))}")

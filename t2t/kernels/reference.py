@@ -1,0 +1,173 @@
+"""The kernels in plain torch: the oracle that faster ones are tested against, and the fallback everywhere.
+
+Shapes: R rows, Q query slots, K key slots, H heads, C channels of a head, N tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm (T5's layer norm: no mean, no bias), statistics in fp32.
+
+    >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0)
+    tensor([[0.8485, 1.1314]])
+    """
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return weight * F.rms_norm(x.float(), weight.shape, None, eps).to(weight.dtype)
+
+
+def dropout(x: Tensor, rate: float) -> Tensor:
+    """Zero a share ``rate`` of the entries and scale up the others; random bits from torch's own generator.
+
+    >>> dropout(torch.ones(3), 0.0)
+    tensor([1., 1., 1.])
+    """
+    if rate == 0.0:
+        return x
+    if x.device.type == "cpu":
+        return x * _cpu_mask(x, rate)
+    return F.dropout(x, rate)
+
+
+def _cpu_mask(x: Tensor, rate: float) -> Tensor:
+    # torch's CPU bernoulli costs more than the matmul beside it; four 16-bit draws out of one 64-bit number do not.
+    n = x.numel()
+    bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:n]
+    return (bits >= round(rate * 65536) - 32768).view(x.shape).to(x.dtype).mul_(1.0 / (1.0 - rate))
+
+
+def segment_mask(query_segments: Tensor, key_segments: Tensor, causal: bool) -> Tensor:
+    """Where a query may look, [R, 1, Q, K]: keys of its own segment, not later ones if causal. Segment 0 is padding.
+
+    >>> segment_mask(torch.tensor([[1, 1, 2, 0]]), torch.tensor([[1, 1, 2, 0]]), causal=True)[0, 0].int()
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [0, 0, 1, 0],
+            [0, 0, 0, 0]], dtype=torch.int32)
+    """
+    same = (query_segments[:, :, None] == key_segments[:, None, :]) & (key_segments != 0)[:, None, :]
+    if causal:
+        same = same & torch.ones(same.shape[1:], dtype=torch.bool, device=same.device).tril()
+    return same[:, None]
+
+
+@lru_cache(maxsize=32)
+def relative_buckets(
+    queries: int, keys: int, buckets: int, max_distance: int, bidirectional: bool, device: torch.device
+) -> Tensor:
+    """T5's bucket of the distance key - query for every pair, [Q, K]: exact when near, logarithmic beyond.
+
+    >>> relative_buckets(3, 3, 32, 128, True, torch.device("cpu"))
+    tensor([[ 0, 17, 18],
+            [ 1,  0, 17],
+            [ 2,  1,  0]])
+    """
+    distance = torch.arange(keys, device=device)[None, :] - torch.arange(queries, device=device)[:, None]
+    offset = torch.zeros_like(distance)
+    if bidirectional:
+        buckets //= 2
+        offset = (distance > 0).long() * buckets
+        distance = distance.abs()
+    else:
+        distance = -distance.clamp(max=0)
+    exact = buckets // 2
+    log = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    far = (exact + (log * (buckets - exact)).long()).clamp(max=buckets - 1)
+    return offset + torch.where(distance < exact, distance, far)
+
+
+def relative_bias(table: Tensor, queries: int, keys: int, max_distance: int, bidirectional: bool) -> Tensor:
+    """The bias [1, H, Q, K] that a table [buckets, H] gives. Segments lie contiguously in a row, so that one matrix
+    of index differences serves every segment of every row.
+
+    >>> relative_bias(torch.arange(32.0)[:, None], 2, 2, 128, True)
+    tensor([[[[ 0., 17.],
+              [ 1.,  0.]]]])
+    """
+    index = relative_buckets(queries, keys, table.shape[0], max_distance, bidirectional, table.device)
+    return F.embedding(index, table).permute(2, 0, 1)[None]
+
+
+def additive(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Mask and bias as one tensor to add to the scores. The lowest finite number, not -inf, hides a slot, so that a
+    row with nothing to look at stays finite.
+
+    >>> additive(torch.tensor([True, False]), torch.tensor([0.5, 0.5]), torch.float32)[0]
+    tensor(0.5000)
+    """
+    hidden = torch.zeros((), dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+    return hidden if bias is None else torch.where(mask, bias.to(dtype), hidden)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_rate: float) -> Tensor:
+    """Attention of q [R, H, Q, C] over k, v [R, H, K, C] with ``bias`` (see `additive`) added to unscaled scores.
+
+    >>> one = torch.ones(1, 1, 1, 2)
+    >>> attention(one, one, one * 3, torch.zeros(1, 1, 1, 1), 0.0)
+    tensor([[[[3., 3.]]]])
+    """
+    weights = (q @ k.mT).add_(bias).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return dropout(weights, dropout_rate) @ v
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Gradients are made in forward, chunk by chunk, from logits that are then dropped."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, smoothing, chunk, need_grad):  # type: ignore[no-untyped-def]
+        losses = hidden.new_zeros(labels.shape[0], dtype=torch.float32)
+        grad_hidden = torch.zeros_like(hidden) if need_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_grad else None
+        for start in range(0, labels.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            valid = labels[rows] != IGNORE
+            target = labels[rows].clamp(min=0)[:, None]
+            logits = (hidden[rows] @ weight.T).float()
+            log_sum = logits.logsumexp(-1, keepdim=True)
+            loss = log_sum - (1 - smoothing) * logits.gather(1, target)
+            if smoothing:
+                loss = loss - smoothing * logits.mean(-1, keepdim=True)
+            losses[rows] = loss[:, 0] * valid
+            if grad_hidden is not None and grad_weight is not None:
+                grad = logits.sub_(log_sum).exp_()
+                if smoothing:
+                    grad.sub_(smoothing / weight.shape[0])
+                grad.scatter_add_(1, target, grad.new_full((1, 1), smoothing - 1.0).expand(len(target), 1))
+                grad = grad.mul_(valid[:, None]).to(hidden.dtype)
+                grad_hidden[rows] = grad @ weight
+                grad_weight.addmm_(grad.T, hidden[rows]) if grad.dtype == torch.float32 else grad_weight.add_(
+                    grad.T @ hidden[rows]
+                )
+        ctx.grads = grad_hidden, grad_weight
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
+
+    @staticmethod
+    def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+        hidden, weight = ctx.grads
+        ctx.grads = None
+        return hidden.mul_(grad), weight.mul_(grad).to(hidden.dtype), None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float = 0.0, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of ``hidden @ weight.T`` (hidden [N, D], weight [V, D]) against labels [N], -100 ignored: the
+    differentiable sum, and each token's loss (detached, 0 where ignored). Never holds more than a chunk of logits.
+
+    >>> total, each = linear_cross_entropy(torch.zeros(2, 4), torch.ones(8, 4), torch.tensor([3, -100]))
+    >>> round(total.item(), 4), [round(x, 4) for x in each.tolist()]
+    (2.0794, [2.0794, 0.0])
+    """
+    need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, smoothing, chunk, need_grad)  # type: ignore[no-any-return]

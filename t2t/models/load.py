@@ -1,0 +1,214 @@
+"""Models from and to Hugging Face folders: built on the meta device, weights streamed in tensor by tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from t2t.errors import InputError
+from t2t.models.t5 import T5, T5Config
+
+NATIVE = ("t5", "mt5", "umt5")
+ALIASES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+UNUSED = ".EncDecAttention.relative_attention_bias.weight"  # in the first T5 checkpoints, used by nobody
+SHARD_BYTES = 4 * 2**30
+
+
+def find(path: str) -> Path:
+    """The folder of a model: a path, ``asset:NAME`` for one shipped with the package, or a hub name.
+
+    >>> find("no/such-folder-here/at-all")
+    Traceback (most recent call last):
+    t2t.errors.InputError: model.path: no such folder: no/such-folder-here/at-all
+    """
+    if path.startswith("asset:"):
+        folder = Path(str(resources.files("t2t") / "assets" / path.removeprefix("asset:")))
+    else:
+        folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if path.count("/") > 1 or path.startswith(("asset:", ".", "/", "~")):
+        raise InputError(f"model.path: no such folder: {path}")
+    return _from_hub(path)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises many kinds; all mean that the model cannot be had
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(f"model.path: {name} is no folder here and the hub did not give it: {reason}") from error
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The ``config.json`` of a folder, or the file itself.
+
+    >>> read_config(Path("nowhere"))
+    Traceback (most recent call last):
+    t2t.errors.InputError: nowhere: no config.json there
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InputError(f"{path}: no config.json there")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file}: not valid JSON: {error}") from None
+    kind = raw.get("model_type") if isinstance(raw, dict) else None
+    if kind not in NATIVE:
+        raise InputError(f"{file}: model_type {kind!r} is not supported; supported: {', '.join(NATIVE)}")
+    return raw
+
+
+def create(raw: Mapping[str, Any], seed: int, dropout: float | None = None) -> T5:
+    """A model from scratch, by its Hugging Face config.
+
+    >>> raw = {"model_type": "t5", "d_model": 8, "d_ff": 8, "num_layers": 1, "num_heads": 2, "d_kv": 4}
+    >>> create(raw, seed=0).shared.weight.shape
+    torch.Size([32128, 8])
+    """
+    torch.manual_seed(seed)
+    model = T5(_architecture(raw, dropout))
+    model.initialize()
+    return model
+
+
+def load(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, dropout: float | None = None
+) -> tuple[T5, dict[str, Any]]:
+    """A model with the weights of a folder, and the folder's raw config. Peak memory is one copy and one tensor.
+
+    >>> import tempfile
+    >>> raw = {"model_type": "t5", "d_model": 8, "d_ff": 8, "num_layers": 1, "num_heads": 2, "d_kv": 4, "vocab_size": 16}
+    >>> with tempfile.TemporaryDirectory() as name:
+    ...     save(create(raw, seed=0).state_dict(), raw, Path(name))
+    ...     load(Path(name))[0].shared.weight.shape
+    torch.Size([16, 8])
+    """
+    raw = read_config(folder)
+    files = weight_files(folder)
+    names = {name for file in files for name in _names(file)}
+    config = _architecture(raw, dropout)
+    if "lm_head.weight" in names:
+        config = dataclasses.replace(config, tied=config.tied and _head_is_shared(files))
+    elif not config.tied:
+        config = dataclasses.replace(config, tied=True)
+    with torch.device("meta"):
+        model = T5(config).to(dtype)
+    model.to_empty(device=device)
+    missing = _fill(model, files)
+    if missing:
+        raise InputError(f"{folder}: weights lack {len(missing)} tensors of the model: {', '.join(missing[:3])} ...")
+    return model, {**raw, "tie_word_embeddings": config.tied}
+
+
+def save(weights: Mapping[str, Tensor], raw: Mapping[str, Any], folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a Hugging Face folder's ``config.json`` and safetensors (in shards with an index, when large)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in weights.items():
+        if size and size + tensor.nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.nbytes
+    index: dict[str, str] = {}
+    for i, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        part = {n: weights[n].detach().to("cpu", dtype or weights[n].dtype).contiguous() for n in names}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(names, file))
+    if len(shards) > 1:
+        total = sum(t.numel() * (dtype or t.dtype).itemsize for t in weights.values())
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
+    stored = str(dtype or next(iter(weights.values())).dtype).removeprefix("torch.")
+    config = {"architectures": [_CLASSES[raw["model_type"]]], **raw, "dtype": stored}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+_CLASSES = {
+    "t5": "T5ForConditionalGeneration",
+    "mt5": "MT5ForConditionalGeneration",
+    "umt5": "UMT5ForConditionalGeneration",
+}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, by its index where it has one.
+
+    >>> weight_files(Path("nowhere"))
+    Traceback (most recent call last):
+    t2t.errors.InputError: nowhere: no safetensors weights there
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        files = [folder / "model.safetensors"]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing and list(folder.glob("*.bin")):
+        raise InputError(f"{folder}: only pickled weights (.bin), which are not loaded: convert them to safetensors")
+    if missing and index.is_file():
+        raise InputError(f"{folder}: the index names {', '.join(missing)}, which is not there")
+    if missing:
+        raise InputError(f"{folder}: no safetensors weights there")
+    return files
+
+
+def _architecture(raw: Mapping[str, Any], dropout: float | None) -> T5Config:
+    config = T5Config.from_huggingface(raw)
+    return config if dropout is None else dataclasses.replace(config, dropout=dropout)
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, "pt") as tensors:
+            return list(tensors.keys())
+    except SafetensorError as error:
+        raise InputError(f"{file}: damaged safetensors file: {error}") from None
+
+
+def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                yield name, tensors.get_tensor(name)
+
+
+def _head_is_shared(files: list[Path]) -> bool:
+    both = {n: t for n, t in _tensors(files) if n in ("lm_head.weight", "shared.weight")}
+    return "shared.weight" not in both or torch.equal(both["lm_head.weight"], both["shared.weight"])
+
+
+def _fill(model: T5, files: list[Path]) -> list[str]:
+    """Copy every tensor into its parameter; gives back the parameters that none filled."""
+    parameters = dict(model.named_parameters())
+    left = set(parameters)
+    with torch.no_grad():
+        for name, tensor in _tensors(files):
+            if name in ALIASES or (name == "lm_head.weight" and model.config.tied):
+                name = "shared.weight"  # an alias of the embedding, and in a few checkpoints its only name
+            if name.endswith(UNUSED) or (name in parameters and name not in left):
+                continue
+            if name not in parameters:
+                raise InputError(f"{files[0].parent}: {name} is no tensor of a {model.family} model with this config.json")
+            if parameters[name].shape != tensor.shape:
+                shapes = f"{tuple(tensor.shape)}, the config asks for {tuple(parameters[name].shape)}"
+                raise InputError(f"{files[0].parent}: {name} has shape {shapes}")
+            parameters[name].copy_(tensor)
+            left.remove(name)
+    return sorted(left)

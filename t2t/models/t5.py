@@ -1,0 +1,356 @@
+"""T5 and its kin: T5 1.0 and 1.1, Flan, mT5, umT5 (a bias table in every layer), ByT5 (any depth split).
+
+Parameters carry the names and shapes of `transformers`. Rows are packed: a segment attends to itself alone.
+
+Shapes: R rows (or sequences), S source slots, T target slots, D model width, H heads, C channels of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from t2t import kernels
+from t2t.errors import InputError
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True)
+class T5Config:
+    """The architecture, as far as the model needs it.
+
+    >>> T5Config.from_huggingface({"model_type": "t5", "d_model": 8, "feed_forward_proj": "gated-gelu"}).gated
+    True
+    """
+
+    vocab_size: int = 32128
+    d_model: int = 512
+    d_kv: int = 64
+    d_ff: int = 2048
+    num_layers: int = 6
+    num_decoder_layers: int = 6
+    num_heads: int = 8
+    buckets: int = 32
+    max_distance: int = 128
+    dropout: float = 0.1
+    eps: float = 1e-6
+    activation: str = "relu"
+    gated: bool = False
+    tied: bool = True
+    scale_outputs: bool = True
+    bias_everywhere: bool = False
+    start_id: int = 0
+    pad_id: int = 0
+    eos_id: int = 1
+    initializer_factor: float = 1.0
+
+    @classmethod
+    def from_huggingface(cls, raw: Mapping[str, Any]) -> T5Config:
+        """Read the fields of a Hugging Face ``config.json`` of model type t5, mt5 or umt5."""
+        kind = raw["model_type"]
+        projection = raw.get("feed_forward_proj", "gated-gelu" if kind in ("mt5", "umt5") else "relu")
+        gate, _, activation = projection.rpartition("-")
+        activation = "gelu_new" if projection == "gated-gelu" else activation
+        if gate not in ("", "gated") or activation not in ACTIVATIONS:
+            known = ", ".join(f"[gated-]{name}" for name in ACTIVATIONS)
+            raise InputError(f"config.json: feed_forward_proj: {projection!r} is not one of {known}")
+        # transformers scales T5's outputs unless the config unties the head, umT5's always and mT5's never.
+        tied = raw.get("tie_word_embeddings") is not False
+        scale = {"t5": raw.get("scale_decoder_outputs", tied), "mt5": False, "umt5": True}[kind]
+        layers = raw.get("num_layers", 6 if kind == "t5" else 8)
+        return cls(
+            vocab_size=raw.get("vocab_size", {"t5": 32128, "mt5": 250112, "umt5": 250112}[kind]),
+            d_model=raw.get("d_model", 512),
+            d_kv=raw.get("d_kv", 64),
+            d_ff=raw.get("d_ff", 2048 if kind == "t5" else 1024),
+            num_layers=layers,
+            num_decoder_layers=raw.get("num_decoder_layers") or layers,
+            num_heads=raw.get("num_heads", 8 if kind == "t5" else 6),
+            buckets=raw.get("relative_attention_num_buckets", 32),
+            max_distance=raw.get("relative_attention_max_distance", 128),
+            dropout=raw.get("dropout_rate", 0.1),
+            eps=raw.get("layer_norm_epsilon", 1e-6),
+            activation=activation,
+            gated=gate == "gated",
+            tied=tied,
+            scale_outputs=scale,
+            bias_everywhere=kind == "umt5",
+            start_id=raw.get("decoder_start_token_id") or 0,
+            pad_id=raw.get("pad_token_id") or 0,
+            eos_id=raw.get("eos_token_id", 1),
+            initializer_factor=raw.get("initializer_factor", 1.0),
+        )
+
+
+class Norm(nn.Module):
+    """RMS norm with a weight."""
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.d_model))
+        self.eps = config.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Multi-head attention without scaling (T5 folds it into the initial weights)."""
+
+    def __init__(self, config: T5Config, has_table: bool) -> None:
+        super().__init__()
+        inner = config.num_heads * config.d_kv
+        self.config = config
+        self.q = nn.Linear(config.d_model, inner, bias=False)
+        self.k = nn.Linear(config.d_model, inner, bias=False)
+        self.v = nn.Linear(config.d_model, inner, bias=False)
+        self.o = nn.Linear(inner, config.d_model, bias=False)
+        if has_table:
+            self.relative_attention_bias = nn.Embedding(config.buckets, config.num_heads)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.config.num_heads, self.config.d_kv)).transpose(1, 2)
+
+    def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        return self.heads(self.k(memory)), self.heads(self.v(memory))
+
+    def bias(self, queries: int, keys: int, bidirectional: bool) -> Tensor:
+        table = self.relative_attention_bias.weight
+        return kernels.relative_bias(table, queries, keys, self.config.max_distance, bidirectional)
+
+    def forward(self, x: Tensor, keys_values: tuple[Tensor, Tensor], bias: Tensor, dropout: float) -> Tensor:
+        mixed = kernels.attention(self.heads(self.q(x)), *keys_values, bias, dropout)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """The MLP, plain or gated."""
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        if config.gated:
+            self.wi_0 = nn.Linear(config.d_model, config.d_ff, bias=False)
+            self.wi_1 = nn.Linear(config.d_model, config.d_ff, bias=False)
+        else:
+            self.wi = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.wo = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.gated = config.gated
+
+    def forward(self, x: Tensor, dropout: float) -> Tensor:
+        inner = self.activation(self.wi_0(x)) * self.wi_1(x) if self.gated else self.activation(self.wi(x))
+        return self.wo(kernels.dropout(inner, dropout))
+
+
+class SelfAttentionLayer(nn.Module):
+    def __init__(self, config: T5Config, has_table: bool) -> None:
+        super().__init__()
+        self.SelfAttention = Attention(config, has_table)
+        self.layer_norm = Norm(config)
+
+
+class CrossAttentionLayer(nn.Module):
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.EncDecAttention = Attention(config, has_table=False)
+        self.layer_norm = Norm(config)
+
+
+class FeedForwardLayer(nn.Module):
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.DenseReluDense = FeedForward(config)
+        self.layer_norm = Norm(config)
+
+
+class Block(nn.Module):
+    """One layer of encoder or decoder: self-attention, in a decoder cross-attention, feed-forward."""
+
+    def __init__(self, config: T5Config, decoder: bool, has_table: bool) -> None:
+        super().__init__()
+        cross = [CrossAttentionLayer(config)] if decoder else []
+        self.layer = nn.ModuleList([SelfAttentionLayer(config, has_table), *cross, FeedForwardLayer(config)])
+        self.dropout = config.dropout
+
+    @property
+    def attention(self) -> Attention:
+        return self.layer[0].SelfAttention  # type: ignore[union-attr,return-value]
+
+    @property
+    def cross(self) -> Attention:
+        return self.layer[1].EncDecAttention  # type: ignore[union-attr,return-value]
+
+    def forward(
+        self,
+        x: Tensor,
+        bias: Tensor,
+        memory: Tensor | None = None,
+        memory_bias: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """One pass; with a cache, ``x`` is one new token a row, and keys and values of the others come from there."""
+        rate = self.dropout if self.training else 0.0
+        own, ff = self.layer[0], self.layer[-1]
+        normed = own.layer_norm(x)
+        keys_values = self.attention.keys_values(normed)
+        if cache is not None:
+            keys_values = cache.append(*keys_values)
+        x = x + kernels.dropout(self.attention(normed, keys_values, bias, rate), rate)
+        if memory_bias is not None:
+            normed = self.layer[1].layer_norm(x)
+            keys_values = cache.memory if cache is not None else self.cross.keys_values(memory)
+            x = x + kernels.dropout(self.cross(normed, keys_values, memory_bias, rate), rate)
+        return x + kernels.dropout(ff.DenseReluDense(ff.layer_norm(x), rate), rate)
+
+
+class Stack(nn.Module):
+    """Encoder or decoder: blocks and a last norm; the first block's bias table serves all, or each has its own."""
+
+    def __init__(self, config: T5Config, decoder: bool) -> None:
+        super().__init__()
+        depth = config.num_decoder_layers if decoder else config.num_layers
+        self.block = nn.ModuleList(Block(config, decoder, i == 0 or config.bias_everywhere) for i in range(depth))
+        self.final_layer_norm = Norm(config)
+        self.config = config
+        self.decoder = decoder
+
+    def forward(
+        self, x: Tensor, segments: Tensor, memory: Tensor | None = None, memory_segments: Tensor | None = None
+    ) -> Tensor:
+        rate = self.config.dropout if self.training else 0.0
+        mask = kernels.segment_mask(segments, segments, causal=self.decoder)
+        memory_bias = None
+        if memory_segments is not None:
+            memory_mask = kernels.segment_mask(segments, memory_segments, causal=False)
+            memory_bias = kernels.additive(memory_mask, None, x.dtype)
+        x, length = kernels.dropout(x, rate), x.shape[1]
+        bias = None
+        for block in self.block:
+            if bias is None or self.config.bias_everywhere:
+                table = block.attention.bias(length, length, bidirectional=not self.decoder)
+                bias = kernels.additive(mask, table, x.dtype)
+            x = block(x, bias, memory, memory_bias)
+        return kernels.dropout(self.final_layer_norm(x), rate)
+
+
+class LayerCache:
+    """Keys and values of one decoder layer in preallocated buffers [R, H, T, C], and those of the memory."""
+
+    def __init__(self, keys: Tensor, values: Tensor, memory: tuple[Tensor, Tensor], position: Tensor) -> None:
+        self.keys, self.values, self.memory, self.position = keys, values, memory, position
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.position, keys)
+        self.values.index_copy_(2, self.position, values)
+        return self.keys, self.values
+
+
+class Cache:
+    """What decoding remembers: every layer's keys and values, the biases of every position, where we are."""
+
+    def __init__(self, layers: list[LayerCache], biases: list[Tensor], memory_bias: Tensor, position: Tensor) -> None:
+        self.layers, self.biases, self.memory_bias, self.position = layers, biases, memory_bias, position
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let row i go on from what row ``rows[i]`` has decoded (beam search; the memory of both is the same)."""
+        for layer in self.layers:
+            layer.keys.copy_(layer.keys.index_select(0, rows))
+            layer.values.copy_(layer.values.index_select(0, rows))
+
+
+class T5(nn.Module):
+    """T5 for conditional generation.
+
+    >>> tiny = T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_decoder_layers=1, num_heads=2)
+    >>> model = T5(tiny).eval()
+    >>> source, target = torch.tensor([[5, 6, 1]]), torch.tensor([[0, 7]])
+    >>> hidden = model(source, torch.ones_like(source), target, torch.ones_like(target))
+    >>> hidden.shape
+    torch.Size([1, 2, 8])
+    """
+
+    family = "t5"
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.config = config
+        self.shared = nn.Embedding(config.vocab_size, config.d_model)
+        self.encoder = Stack(config, decoder=False)
+        self.decoder = Stack(config, decoder=True)
+        if not config.tied:
+            self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    @property
+    def head(self) -> Tensor:
+        """The output matrix [V, D]: the embedding, or a matrix of its own."""
+        return self.shared.weight if self.config.tied else self.lm_head.weight
+
+    def initialize(self) -> None:
+        """Fresh weights with the paper's scales (those of Mesh TensorFlow), from torch's generator."""
+        c, factor = self.config, self.config.initializer_factor
+        scales = {
+            "q": (c.d_model * c.d_kv) ** -0.5,
+            "o": (c.num_heads * c.d_kv) ** -0.5,
+            "wo": c.d_ff**-0.5,
+            "shared": 1.0,
+            "lm_head": 1.0,
+        }
+        for name, parameter in self.named_parameters():
+            leaf = name.split(".")[-2]
+            if leaf.endswith("norm"):
+                nn.init.constant_(parameter, factor)
+            else:
+                nn.init.normal_(parameter, std=factor * scales.get(leaf, c.d_model**-0.5))
+
+    def encode(self, source_ids: Tensor, source_segments: Tensor) -> Tensor:
+        """The memory [R, S, D]."""
+        return self.encoder(self.shared(source_ids), source_segments)
+
+    def forward(
+        self, source_ids: Tensor, source_segments: Tensor, target_ids: Tensor, target_segments: Tensor
+    ) -> Tensor:
+        """What the head multiplies, [R, T, D]. ``target_ids`` are shifted right within each segment."""
+        memory = self.encode(source_ids, source_segments)
+        hidden = self.decoder(self.shared(target_ids), target_segments, memory, source_segments)
+        return self._scaled(hidden)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden * self.config.d_model**-0.5 if self.config.scale_outputs else hidden
+
+    def start(self, source_ids: Tensor, source_segments: Tensor, length: int, copies: int = 1) -> Cache:
+        """Encode and prepare to decode ``length`` tokens, each row ``copies`` times (beams)."""
+        c = self.config
+        memory = self.encode(source_ids, source_segments)
+        rows = len(memory) * copies
+        position = torch.zeros(1, dtype=torch.long, device=memory.device)
+        mask = torch.ones(length, length, dtype=torch.bool, device=memory.device).tril()[None, None]
+        tables = [block.attention for block in self.decoder.block if hasattr(block.attention, "relative_attention_bias")]
+        biases = [kernels.additive(mask, t.bias(length, length, bidirectional=False), memory.dtype) for t in tables]
+        hidden = kernels.additive((source_segments != 0)[:, None, None], None, memory.dtype)
+        layers = []
+        for block in self.decoder.block:
+            keys, values = (x.repeat_interleave(copies, 0) for x in block.cross.keys_values(memory))
+            empty = memory.new_zeros(rows, c.num_heads, length, c.d_kv)
+            layers.append(LayerCache(empty, empty.clone(), (keys, values), position))
+        return Cache(layers, biases, hidden.repeat_interleave(copies, 0), position)
+
+    def decode(self, token_ids: Tensor, cache: Cache) -> Tensor:
+        """Logits [R, V] after one more token a row; the cache moves on by one position."""
+        x = self.shared(token_ids[:, None])
+        for i, block in enumerate(self.decoder.block):
+            bias = cache.biases[i if self.config.bias_everywhere else 0].index_select(2, cache.position)
+            x = block(x, bias, None, cache.memory_bias, cache.layers[i])
+        cache.position += 1
+        hidden = self._scaled(self.decoder.final_layer_norm(x)[:, 0])
+        return F.linear(hidden, self.head)
