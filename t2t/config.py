@@ -75,6 +75,7 @@ class Data:
     target_row: int = opt(0, "slots in a packed target row; 0: picked from the data")
     max_samples: int = opt(0, "use at most so many training examples; 0: all")
     max_validation_samples: int = opt(0, "use at most so many validation examples; 0: all")
+    readers: int = opt(0, "background processes that make batches; 0: a thread, which keeps a CPU fed")
     on_bad_line: Literal["error", "skip"] = opt("error", "what a bad line does: stop, or be skipped and counted")
     max_bad_lines: int = opt(1000, "skipping stops with an error beyond so many bad lines")
 
@@ -366,6 +367,7 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "data.target_row": (lambda v: v >= 0, "0 or more"),
     "data.max_samples": (lambda v: v >= 0, "0 or more"),
     "data.max_validation_samples": (lambda v: v >= 0, "0 or more"),
+    "data.readers": (lambda v: v >= 0, "0 or more"),
     "data.max_bad_lines": (lambda v: v >= 0, "0 or more"),
     "train.steps": (lambda v: v >= 0, "0 or more"),
     "train.epochs": (lambda v: v > 0, "above 0"),

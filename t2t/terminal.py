@@ -21,15 +21,13 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Sequence
-from typing import TextIO
+from typing import Self, TextIO
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _CLEAR = "\x1b[K"  # erases from the cursor to the end of the line
 _GREEN, _RED, _PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[0m"
 # A figure as this file writes one (8.0M, 15.2 MiB, 1:15, 3.00e-05, 93%), or its absence.
-_FIGURE = re.compile(
-    r"[-+]?\d[\d.,:]*(e[-+]?\d+|%|x|[KMBT]| ([KMGTP]i)?B)?|[-+]?(nan|inf)|-|–|n/a|"
-)
+_FIGURE = re.compile(r"[-+]?\d[\d.,:]*(e[-+]?\d+|%|x|[KMBT]| ([KMGTP]i)?B)?|[-+]?(nan|inf)|-|–|n/a|")
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -60,20 +58,14 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> str:
     rows               64
     """
     cells = [[_text(cell) for cell in row] for row in rows]
-    right = [
-        all(_FIGURE.fullmatch(cell) for cell in column)
-        for column in zip(*cells, strict=True)
-    ]
+    right = [all(_FIGURE.fullmatch(cell) for cell in column) for column in zip(*cells, strict=True)]
     lines = [list(header), *cells] if header else cells
     widths = [max(map(_columns, column)) for column in zip(*lines, strict=True)]
     if header:
         lines.insert(1, ["─" * width for width in widths])
         right = right or [False] * len(header)
     padded = (
-        "  ".join(
-            _pad(cell, width, to_right)
-            for cell, width, to_right in zip(line, widths, right, strict=True)
-        )
+        "  ".join(_pad(cell, width, to_right) for cell, width, to_right in zip(line, widths, right, strict=True))
         for line in lines
     )
     return "\n".join(line.rstrip() for line in padded)
@@ -117,13 +109,7 @@ def mark_changes(source: str, prediction: str, reference: str, colour: bool) -> 
     >>> mark_changes("o fata si", "o față și", "o fată și", colour=False)
     'o ~față~(fată) *și*'
     """
-    before = iter(
-        [
-            theirs
-            for ours, theirs in _aligned(prediction.split(), source.split())
-            if ours
-        ]
-    )
+    before = iter([theirs for ours, theirs in _aligned(prediction.split(), source.split()) if ours])
     marked = []
     for word, right in _aligned(prediction.split(), reference.split()):
         changed = bool(word) and next(before) != word
@@ -184,7 +170,7 @@ class Progress:
     def line(self, text: str) -> None:
         """Print a full line above the live one."""
         if self._live and self._drawn > -math.inf:
-            self._stream.write(f"\r{text}{_CLEAR}\n")
+            self._stream.write(f"\r{_CLEAR}{text}\n")
             self._draw()
         else:
             self._stream.write(f"{text}\n")
@@ -199,7 +185,7 @@ class Progress:
             self._stream.flush()
         self._live = False
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -207,21 +193,16 @@ class Progress:
 
     def _draw(self) -> None:
         self._drawn, self._stale = self._clock(), False
-        count = f"{self._step:,}/{self._total:,}"
-        figures = [
-            f"{name.replace('_per_', '/').replace('_', ' ')} {_text(v)}"
-            for name, v in self._figures.items()
-        ]
-        parts = [self._label, count, *figures, self._times()]
+        figures = [f"{name.replace('_per_', '/').replace('_', ' ')} {_text(v)}" for name, v in self._figures.items()]
+        head = [self._label] if self._label else []
+        tail = [f"{self._step:,}/{self._total:,}", *figures, self._times()]
         if self._live:
             # The last column stays free: writing there makes some terminals wrap.
             room = _terminal_width(self._stream) - 1
-            bar = self._bar(room - _columns("  ".join(filter(None, parts))) - 2)
-            self._stream.write(
-                f"\r{_cut('  '.join(filter(None, [self._label, bar, *parts[1:]])), room)}{_CLEAR}"
-            )
+            bar = self._bar(room - _columns("  ".join([*head, "", *tail])))
+            self._stream.write(f"\r{_cut('  '.join([*head, *bar, *tail]), room)}{_CLEAR}")
         else:
-            self._stream.write("  ".join(filter(None, parts)) + "\n")
+            self._stream.write("  ".join([*head, *tail]) + "\n")
         self._stream.flush()
 
     def _times(self) -> str:
@@ -231,12 +212,12 @@ class Progress:
         left = (self._total - self._step) * self._recent_seconds / self._recent_steps
         return f"{elapsed}, {human_seconds(left)} left"
 
-    def _bar(self, room: int) -> str:
-        if room < 8:
-            return ""
+    def _bar(self, room: int) -> list[str]:
         width = min(room, 30)
+        if width < 8:
+            return []
         full = min(width, width * self._step // max(self._total, 1))
-        return self._glyphs[0] * full + self._glyphs[1] * (width - full)
+        return [self._glyphs[0] * full + self._glyphs[1] * (width - full)]
 
 
 def _text(value: object) -> str:
@@ -259,9 +240,7 @@ def _text(value: object) -> str:
 def _scaled(value: float, base: int, units: Sequence[str]) -> str:
     # Rounded before it is compared, so that 999,999 becomes 1.0M and not 1000.0K.
     power = 0
-    while (
-        round(value / base**power, 1 if power else 0) >= base and power < len(units) - 1
-    ):
+    while round(value / base**power, 1 if power else 0) >= base and power < len(units) - 1:
         power += 1
     return f"{value / base**power:.{1 if power else 0}f}{units[power]}"
 
@@ -290,10 +269,7 @@ def _cut(text: str, width: int) -> str:
 def _terminal_width(stream: TextIO) -> int:
     try:
         width = os.get_terminal_size(stream.fileno()).columns
-    except (
-        OSError,
-        ValueError,
-    ):  # no file behind the stream, or no terminal behind the file
+    except (OSError, ValueError):  # no file behind the stream, or no terminal behind the file
         width = 0
     return width or shutil.get_terminal_size().columns
 
@@ -311,11 +287,7 @@ def _aligned(ours: list[str], theirs: list[str]) -> list[tuple[str, str]]:
     if len(ours) == len(theirs):
         return list(zip(ours, theirs, strict=True))
     blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
-    return [
-        pair
-        for _, i, j, k, m in blocks
-        for pair in itertools.zip_longest(ours[i:j], theirs[k:m], fillvalue="")
-    ]
+    return [pair for _, i, j, k, m in blocks for pair in itertools.zip_longest(ours[i:j], theirs[k:m], fillvalue="")]
 
 
 def _mark_right(word: str, colour: bool) -> str:

@@ -1,0 +1,183 @@
+"""Texts from a trained model: ``t2t.load(folder).generate(texts)``, and the settings that travel in the model folder.
+
+The file ``t2t.json`` beside the weights says how sources were prepared in training and how texts are produced:
+
+    {"prefix": "restore: ", "max_source_length": 256, "max_target_length": 256,
+     "source_transforms": ["strip_diacritics"], "generate": {"beams": 4}}
+
+Whatever it leaves out has its default, and so has a folder without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any, TypeVar
+
+from t2t import config
+from t2t.config import Config, Data, Generate
+from t2t.data import tasks, tokens
+from t2t.device import resolve
+from t2t.errors import InputError, did_you_mean
+from t2t.generate import batching
+from t2t.models import load as models
+from t2t.models.t5 import T5
+
+FILE = "t2t.json"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How sources become what the model knows, and how long and in which way it answers.
+
+    >>> Settings(prefix="summarize: ").max_source_length
+    512
+    """
+
+    prefix: str = ""
+    max_source_length: int = Data.max_source_length
+    max_target_length: int = Data.max_target_length
+    source_transforms: tuple[str, ...] = ()
+    generate: Generate = field(default_factory=Generate)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with its tokenizer, its Hugging Face config and its settings, ready to generate.
+
+    >>> from t2t.data.tokens import Bytes
+    >>> raw = {"model_type": "t5", "vocab_size": 384, "d_model": 8, "num_layers": 1}
+    >>> loaded = Loaded(models.create(raw, seed=0), Bytes(), raw, Settings())
+    >>> len(loaded.generate(["una", "alta"], max_length=4, beams=2))
+    2
+    """
+
+    model: T5
+    tokenizer: tokens.Tokenizer
+    config: dict[str, Any]
+    settings: Settings
+
+    def generate(self, texts: Iterable[str], seed: int = 0, **overrides: Any) -> list[str]:
+        """A text for each text; ``overrides`` are fields of the config's generate section: ``beams=4``."""
+        return list(self.stream(texts, seed, None, **overrides))
+
+    def stream(
+        self, texts: Iterable[str], seed: int = 0, on_cut: Callable[[int], None] | None = None, **overrides: Any
+    ) -> Iterator[str]:
+        """The same while the texts come in; ``on_cut`` is told the number of each source too long for the model."""
+        if isinstance(texts, str):
+            raise InputError("generate: expected a list of texts, got one text: put it into a list")
+        known = self.settings
+        settings = dataclasses.replace(known, generate=_replaced(known.generate, overrides, "generate."))
+        _check_ranges(settings)
+        functions = [tasks.transform(spec, "source_transforms") for spec in known.source_transforms]
+        sources = (reduce(lambda t, function: function(t), functions, text) for text in texts)
+        lengths = known.max_source_length, known.max_target_length
+        return batching.texts(
+            self.model, self.tokenizer, sources, settings.generate, *lengths, known.prefix, seed, on_cut=on_cut
+        )
+
+
+def load(folder: str | Path, device: str = "auto") -> Loaded:
+    """Open a model folder (or ``asset:NAME``, or a hub name) for generation.
+
+    >>> load("no/such/folder")
+    Traceback (most recent call last):
+    t2t.errors.InputError: model.path: no such folder: no/such/folder
+    """
+    found = models.find(str(folder))
+    settings = read_settings(found)
+    model, raw = models.load(found, resolve(device))
+    return Loaded(model.eval(), tokens.load(str(found)), raw, settings)
+
+
+def save_settings(folder: Path, settings: Settings) -> None:
+    """Write ``t2t.json`` into a model folder, without the transforms that do not travel (see `travels`).
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as name:
+    ...     save_settings(Path(name), Settings(source_transforms=("lower", "my.module:function")))
+    ...     read_settings(Path(name)).source_transforms
+    ('lower',)
+    """
+    kept = tuple(spec for spec in settings.source_transforms if travels(spec))
+    tree = dataclasses.asdict(dataclasses.replace(settings, source_transforms=kept))
+    (folder / FILE).write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_settings(folder: Path) -> Settings:
+    """The settings in a model folder; the defaults where it has none.
+
+    >>> read_settings(Path("nowhere")) == Settings()
+    True
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return Settings()
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file}: not valid JSON: {error}") from None
+    settings = _replaced(Settings(), raw, f"{file}: ")
+    _check_ranges(settings, f"{file}: ")
+    for spec in settings.source_transforms:
+        if not travels(spec):
+            reason = "a model folder may not name code to run, only built-in transforms and s/REGEX/TEXT/"
+            raise InputError(f"{file}: source_transforms: {spec!r}: {reason}")
+        tasks.transform(spec, f"{file}: source_transforms")
+    return settings
+
+
+def travels(spec: str) -> bool:
+    """Whether a transform may go with a model: a built-in name or a substitution, never a function by import path.
+
+    >>> travels("strip_diacritics"), travels("s/[0-9]//"), travels("my.module:function")
+    (True, True, False)
+    """
+    # Neither form can reach the import in `tasks.transform`: a name has no colon, and s with a mark is a substitution.
+    return re.fullmatch(r"[a-z_]+|s[^\w.\\].*", spec, re.DOTALL) is not None
+
+
+def _replaced(base: T, raw: Any, where: str) -> T:
+    """A dataclass with some of its fields given anew, each known and of its type; ``where`` stands before the key."""
+    if not isinstance(raw, Mapping):
+        raise InputError(f"{where.rstrip(': .')}: expected an object with keys, got {raw!r}")
+    kinds = typing.get_type_hints(type(base))
+    for key in raw:
+        if key not in kinds:
+            raise InputError(f"{where}{key}: unknown key{did_you_mean(key, kinds)}")
+    values = {key: _typed(value, kinds[key], getattr(base, key), f"{where}{key}") for key, value in raw.items()}
+    return dataclasses.replace(base, **values)  # type: ignore[type-var]
+
+
+def _typed(value: Any, kind: Any, base: Any, where: str) -> Any:
+    if kind is Generate:
+        return _replaced(base, value, f"{where}.")
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise InputError(f"{where}: expected a list of strings, got {value!r}")
+        return tuple(value)
+    wanted = (int, float) if kind is float else kind
+    if not isinstance(value, wanted) or isinstance(value, bool) or (kind is float and not math.isfinite(value)):
+        raise InputError(f"{where}: expected {_WORDS[kind]}, got {value!r}")
+    return kind(value)
+
+
+_WORDS = {str: "text", int: "a whole number", float: "a finite number"}
+
+
+def _check_ranges(settings: Settings, where: str = "") -> None:
+    """Hold the values to the ranges of the config's keys."""
+    data = Data(max_source_length=settings.max_source_length, max_target_length=settings.max_target_length)
+    try:
+        config.load(base=Config(data=data, generate=settings.generate))
+    except InputError as error:
+        raise InputError(f"{where}{str(error).removeprefix('data.')}") from None

@@ -13,15 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100
+LOGITS = {"cpu": 2**24, "gpu": 2**28}  # most logits held at once
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm (T5's layer norm: no mean, no bias), statistics in fp32.
+    """Root-mean-square norm (T5's layer norm: no mean, no bias), statistics in fp32 at least.
 
     >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0)
     tensor([[0.8485, 1.1314]])
     """
-    if x.dtype == torch.float32:
+    if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight, eps)
     return weight * F.rms_norm(x.float(), weight.shape, None, eps).to(weight.dtype)
 
@@ -62,6 +63,7 @@ def segment_mask(query_segments: Tensor, key_segments: Tensor, causal: bool) -> 
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)  # what generation caches must serve training too
 def relative_buckets(
     queries: int, keys: int, buckets: int, max_distance: int, bidirectional: bool, device: torch.device
 ) -> Tensor:
@@ -116,38 +118,47 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_rate: float
     >>> attention(one, one, one * 3, torch.zeros(1, 1, 1, 1), 0.0)
     tensor([[[[3., 3.]]]])
     """
-    weights = (q @ k.mT).add_(bias).softmax(-1, dtype=torch.float32).to(q.dtype)
+    weights = (q @ k.mT).add_(bias).softmax(-1, dtype=_precise(q.dtype)).to(q.dtype)
     return dropout(weights, dropout_rate) @ v
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: fp32, or fp64 where the tensors are."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Gradients are made in forward, chunk by chunk, from logits that are then dropped."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, smoothing, chunk, need_grad):  # type: ignore[no-untyped-def]
-        losses = hidden.new_zeros(labels.shape[0], dtype=torch.float32)
-        grad_hidden = torch.zeros_like(hidden) if need_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_grad else None
+    def forward(ctx, hidden, weight, labels, smoothing, chunk, need_hidden, need_weight):  # type: ignore[no-untyped-def]
+        precise = _precise(hidden.dtype)
+        losses = hidden.new_zeros(labels.shape[0], dtype=precise)
+        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=precise) if need_weight else None
         for start in range(0, labels.shape[0], chunk):
             rows = slice(start, start + chunk)
             valid = labels[rows] != IGNORE
-            target = labels[rows].clamp(min=0)[:, None]
-            logits = (hidden[rows] @ weight.T).float()
+            target = labels[rows].masked_fill(~valid, 0)[:, None]
+            logits = (hidden[rows] @ weight.T).to(precise)
             log_sum = logits.logsumexp(-1, keepdim=True)
             loss = log_sum - (1 - smoothing) * logits.gather(1, target)
             if smoothing:
                 loss = loss - smoothing * logits.mean(-1, keepdim=True)
             losses[rows] = loss[:, 0] * valid
-            if grad_hidden is not None and grad_weight is not None:
-                grad = logits.sub_(log_sum).exp_()
-                if smoothing:
-                    grad.sub_(smoothing / weight.shape[0])
-                grad.scatter_add_(1, target, grad.new_full((1, 1), smoothing - 1.0).expand(len(target), 1))
-                grad = grad.mul_(valid[:, None]).to(hidden.dtype)
+            if not (need_hidden or need_weight):
+                continue
+            grad = logits.sub_(log_sum).exp_()
+            if smoothing:
+                grad.sub_(smoothing / weight.shape[0])
+            grad.scatter_add_(1, target, grad.new_full((1, 1), smoothing - 1.0).expand(len(target), 1))
+            grad = grad.mul_(valid[:, None]).to(hidden.dtype)
+            if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
-                grad_weight.addmm_(grad.T, hidden[rows]) if grad.dtype == torch.float32 else grad_weight.add_(
-                    grad.T @ hidden[rows]
-                )
+            if grad_weight is not None and grad.dtype == precise:
+                grad_weight.addmm_(grad.T, hidden[rows])
+            elif grad_weight is not None:
+                grad_weight.add_(grad.T @ hidden[rows])
         ctx.grads = grad_hidden, grad_weight
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses
@@ -156,11 +167,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         hidden, weight = ctx.grads
         ctx.grads = None
-        return hidden.mul_(grad), weight.mul_(grad).to(hidden.dtype), None, None, None, None
+        if hidden is not None:
+            hidden.mul_(grad)
+        if weight is not None:
+            weight.mul_(grad)  # autograd casts it to the weight's dtype
+        return hidden, weight, None, None, None, None, None
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float = 0.0, chunk: int = 1024
+    hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float = 0.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of ``hidden @ weight.T`` (hidden [N, D], weight [V, D]) against labels [N], -100 ignored: the
     differentiable sum, and each token's loss (detached, 0 where ignored). Never holds more than a chunk of logits.
@@ -169,5 +184,7 @@ def linear_cross_entropy(
     >>> round(total.item(), 4), [round(x, 4) for x in each.tolist()]
     (2.0794, [2.0794, 0.0])
     """
-    need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, smoothing, chunk, need_grad)  # type: ignore[no-any-return]
+    if chunk is None:
+        chunk = max(128, LOGITS["cpu" if hidden.device.type == "cpu" else "gpu"] // weight.shape[0])
+    needs = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+    return _LinearCrossEntropy.apply(hidden, weight, labels, smoothing, chunk, *needs)  # type: ignore[no-any-return]

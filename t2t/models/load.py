@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from t2t.errors import InputError
 from t2t.models.t5 import T5, T5Config
 
 NATIVE = ("t5", "mt5", "umt5")
-ALIASES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # names of one tensor
+HEAD = "lm_head.weight"
 UNUSED = ".EncDecAttention.relative_attention_bias.weight"  # in the first T5 checkpoints, used by nobody
+INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 * 2**30
 
 
@@ -62,13 +64,20 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise InputError(f"{path}: no config.json there")
+    raw = _read_json(file)
+    kind = raw.get("model_type")
+    if kind not in NATIVE:
+        raise InputError(f"{file}: model_type {kind!r} is not supported; supported: {', '.join(NATIVE)}")
+    return raw
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{file}: not valid JSON: {error}") from None
-    kind = raw.get("model_type") if isinstance(raw, dict) else None
-    if kind not in NATIVE:
-        raise InputError(f"{file}: model_type {kind!r} is not supported; supported: {', '.join(NATIVE)}")
+    if not isinstance(raw, dict):
+        raise InputError(f"{file}: not a JSON object")
     return raw
 
 
@@ -98,43 +107,55 @@ def load(
     torch.Size([16, 8])
     """
     raw = read_config(folder)
-    files = weight_files(folder)
-    names = {name for file in files for name in _names(file)}
+    files = {name: file for file in weight_files(folder) for name in _names(file)}
     config = _architecture(raw, dropout)
-    if "lm_head.weight" in names:
-        config = dataclasses.replace(config, tied=config.tied and _head_is_shared(files))
-    elif not config.tied:
-        config = dataclasses.replace(config, tied=True)
+    config = dataclasses.replace(config, tied=_is_tied(files, config.tied))
     with torch.device("meta"):
         model = T5(config).to(dtype)
     model.to_empty(device=device)
-    missing = _fill(model, files)
+    missing = _fill(model, folder, files)
     if missing:
-        raise InputError(f"{folder}: weights lack {len(missing)} tensors of the model: {', '.join(missing[:3])} ...")
-    return model, {**raw, "tie_word_embeddings": config.tied}
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise InputError(f"{folder}: the weights lack {', '.join(missing[:3])}{more}")
+    raw["tie_word_embeddings"] = config.tied
+    if raw["model_type"] == "t5":  # else transformers would guess it from the line above
+        raw["scale_decoder_outputs"] = config.scale_outputs
+    return model, raw
 
 
 def save(weights: Mapping[str, Tensor], raw: Mapping[str, Any], folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a Hugging Face folder's ``config.json`` and safetensors (in shards with an index, when large)."""
+    """Write a Hugging Face folder's ``config.json`` and safetensors (in shards with an index, when large).
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as name:
+    ...     save({"shared.weight": torch.zeros(2, 2)}, {"model_type": "t5"}, Path(name))
+    ...     sorted(file.name for file in Path(name).iterdir())
+    ['config.json', 'model.safetensors']
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = [[]]
     size = 0
-    for name, tensor in weights.items():
-        if size and size + tensor.nbytes > SHARD_BYTES:
+    sizes = {name: tensor.numel() * (dtype or tensor.dtype).itemsize for name, tensor in weights.items()}
+    for name in weights:
+        if size and size + sizes[name] > SHARD_BYTES:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += tensor.nbytes
+        size += sizes[name]
     index: dict[str, str] = {}
     for i, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         part = {n: weights[n].detach().to("cpu", dtype or weights[n].dtype).contiguous() for n in names}
         save_file(part, folder / file, metadata={"format": "pt"})
         index.update(dict.fromkeys(names, file))
+    written = set(index.values())
     if len(shards) > 1:
-        total = sum(t.numel() * (dtype or t.dtype).itemsize for t in weights.values())
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
-        (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
+        text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}, indent=2)
+        (folder / INDEX).write_text(text + "\n", encoding="utf-8")
+        written.add(INDEX)
+    for old in folder.glob("model*.safetensors*"):  # of an earlier save, which a reader might take for this one
+        if old.name not in written:
+            old.unlink()
     stored = str(dtype or next(iter(weights.values())).dtype).removeprefix("torch.")
     config = {"architectures": [_CLASSES[raw["model_type"]]], **raw, "dtype": stored}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -154,19 +175,27 @@ def weight_files(folder: Path) -> list[Path]:
     Traceback (most recent call last):
     t2t.errors.InputError: nowhere: no safetensors weights there
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        files = [folder / "model.safetensors"]
+    single, index = folder / "model.safetensors", folder / INDEX
+    indexed = index.is_file() and not single.is_file()  # one file goes before an index, as in transformers
+    files = [folder / name for name in _shards(index)] if indexed else [single]
     missing = [file.name for file in files if not file.is_file()]
-    if missing and list(folder.glob("*.bin")):
+    if missing and any(folder.glob("*.bin")):
         raise InputError(f"{folder}: only pickled weights (.bin), which are not loaded: convert them to safetensors")
-    if missing and index.is_file():
+    if missing and indexed:
         raise InputError(f"{folder}: the index names {', '.join(missing)}, which is not there")
     if missing:
         raise InputError(f"{folder}: no safetensors weights there")
     return files
+
+
+def _shards(index: Path) -> list[str]:
+    where = _read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise InputError(f"{index}: no weight_map, which names each tensor's file")
+    for name in where.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise InputError(f"{index}: {name!r} is not a file name of this folder")
+    return sorted(set(where.values()))
 
 
 def _architecture(raw: Mapping[str, Any], dropout: float | None) -> T5Config:
@@ -182,33 +211,35 @@ def _names(file: Path) -> list[str]:
         raise InputError(f"{file}: damaged safetensors file: {error}") from None
 
 
-def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                yield name, tensors.get_tensor(name)
+def _tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_tensor(name)  # type: ignore[no-any-return]
 
 
-def _head_is_shared(files: list[Path]) -> bool:
-    both = {n: t for n, t in _tensors(files) if n in ("lm_head.weight", "shared.weight")}
-    return "shared.weight" not in both or torch.equal(both["lm_head.weight"], both["shared.weight"])
+def _is_tied(files: Mapping[str, Path], declared: bool) -> bool:
+    """Whether the embedding is the head too: as in transformers, unless the weights hold both and they differ."""
+    embedding = next((name for name in EMBEDDINGS if name in files), None)
+    if embedding is None or HEAD not in files:
+        return True
+    return declared and torch.equal(_tensor(files[HEAD], HEAD), _tensor(files[embedding], embedding))
 
 
-def _fill(model: T5, files: list[Path]) -> list[str]:
+def _fill(model: T5, folder: Path, files: Mapping[str, Path]) -> list[str]:
     """Copy every tensor into its parameter; gives back the parameters that none filled."""
     parameters = dict(model.named_parameters())
     left = set(parameters)
+    aliases = (*EMBEDDINGS, HEAD) if model.config.tied else EMBEDDINGS
     with torch.no_grad():
-        for name, tensor in _tensors(files):
-            if name in ALIASES or (name == "lm_head.weight" and model.config.tied):
-                name = "shared.weight"  # an alias of the embedding, and in a few checkpoints its only name
+        for stored, file in files.items():
+            name = EMBEDDINGS[0] if stored in aliases else stored  # in a few checkpoints an alias is its only name
             if name.endswith(UNUSED) or (name in parameters and name not in left):
                 continue
             if name not in parameters:
-                raise InputError(f"{files[0].parent}: {name} is no tensor of a {model.family} model with this config.json")
+                raise InputError(f"{folder}: {name} is no tensor of a {model.family} model with this config.json")
+            tensor = _tensor(file, stored)
             if parameters[name].shape != tensor.shape:
                 shapes = f"{tuple(tensor.shape)}, the config asks for {tuple(parameters[name].shape)}"
-                raise InputError(f"{files[0].parent}: {name} has shape {shapes}")
+                raise InputError(f"{folder}: {name} has shape {shapes}")
             parameters[name].copy_(tensor)
             left.remove(name)
     return sorted(left)

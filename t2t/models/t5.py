@@ -210,7 +210,9 @@ class Block(nn.Module):
         if memory_bias is not None:
             normed = self.layer[1].layer_norm(x)
             keys_values = cache.memory if cache is not None else self.cross.keys_values(memory)
-            x = x + kernels.dropout(self.cross(normed, keys_values, memory_bias, rate), rate)
+            # In decoding, the beams of a row are so many queries of its one memory.
+            grouped = normed.view(len(memory_bias), -1, normed.shape[-1])
+            x = x + kernels.dropout(self.cross(grouped, keys_values, memory_bias, rate).view_as(x), rate)
         return x + kernels.dropout(ff.DenseReluDense(ff.layer_norm(x), rate), rate)
 
 
@@ -249,11 +251,15 @@ class LayerCache:
 
     def __init__(self, keys: Tensor, values: Tensor, memory: tuple[Tensor, Tensor], position: Tensor) -> None:
         self.keys, self.values, self.memory, self.position = keys, values, memory, position
+        self.slots = keys.shape[2]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.keys.index_copy_(2, self.position, keys)
         self.values.index_copy_(2, self.position, values)
-        return self.keys, self.values
+        return self.used()
+
+    def used(self) -> tuple[Tensor, Tensor]:
+        return self.keys[:, :, : self.slots], self.values[:, :, : self.slots]
 
 
 class Cache:
@@ -262,11 +268,20 @@ class Cache:
     def __init__(self, layers: list[LayerCache], biases: list[Tensor], memory_bias: Tensor, position: Tensor) -> None:
         self.layers, self.biases, self.memory_bias, self.position = layers, biases, memory_bias, position
 
+    def use(self, slots: int) -> None:
+        """Compute with the first ``slots`` positions alone: they must hold all tokens until this is called again."""
+        for layer in self.layers:
+            layer.slots = slots
+
+    def present_biases(self) -> list[Tensor]:
+        """What each table adds to the scores of the present position against those in use, [1, H, 1, slots]."""
+        return [bias.index_select(2, self.position)[..., : self.layers[0].slots] for bias in self.biases]
+
     def reorder(self, rows: Tensor) -> None:
         """Let row i go on from what row ``rows[i]`` has decoded (beam search; the memory of both is the same)."""
         for layer in self.layers:
-            layer.keys.copy_(layer.keys.index_select(0, rows))
-            layer.values.copy_(layer.values.index_select(0, rows))
+            for buffer in layer.used():
+                buffer.copy_(buffer.index_select(0, rows))
 
 
 class T5(nn.Module):
@@ -313,6 +328,17 @@ class T5(nn.Module):
             else:
                 nn.init.normal_(parameter, std=factor * scales.get(leaf, c.d_model**-0.5))
 
+    def row_cost(self, source_row: int, target_row: int) -> float:
+        """Work of one packed row forward, in multiply-adds; row lengths are picked by it."""
+        c = self.config
+        inner = c.num_heads * c.d_kv
+        feed = (3 if c.gated else 2) * c.d_model * c.d_ff
+        encoder = c.num_layers * (4 * c.d_model * inner + feed)
+        cross_memory = c.num_decoder_layers * 2 * c.d_model * inner
+        decoder = c.num_decoder_layers * (6 * c.d_model * inner + feed) + c.vocab_size * c.d_model
+        scores = c.num_layers * source_row**2 + c.num_decoder_layers * target_row * (target_row + source_row)
+        return (encoder + cross_memory) * source_row + decoder * target_row + 2 * inner * scores
+
     def encode(self, source_ids: Tensor, source_segments: Tensor) -> Tensor:
         """The memory [R, S, D]."""
         return self.encoder(self.shared(source_ids), source_segments)
@@ -329,7 +355,7 @@ class T5(nn.Module):
         return hidden * self.config.d_model**-0.5 if self.config.scale_outputs else hidden
 
     def start(self, source_ids: Tensor, source_segments: Tensor, length: int, copies: int = 1) -> Cache:
-        """Encode and prepare to decode ``length`` tokens, each row ``copies`` times (beams)."""
+        """Encode and prepare to decode ``length`` tokens, each row ``copies`` times side by side (beams)."""
         c = self.config
         memory = self.encode(source_ids, source_segments)
         rows = len(memory) * copies
@@ -340,16 +366,17 @@ class T5(nn.Module):
         hidden = kernels.additive((source_segments != 0)[:, None, None], None, memory.dtype)
         layers = []
         for block in self.decoder.block:
-            keys, values = (x.repeat_interleave(copies, 0) for x in block.cross.keys_values(memory))
             empty = memory.new_zeros(rows, c.num_heads, length, c.d_kv)
+            keys, values = (x.contiguous() for x in block.cross.keys_values(memory))
             layers.append(LayerCache(empty, empty.clone(), (keys, values), position))
-        return Cache(layers, biases, hidden.repeat_interleave(copies, 0), position)
+        return Cache(layers, biases, hidden, position)
 
     def decode(self, token_ids: Tensor, cache: Cache) -> Tensor:
         """Logits [R, V] after one more token a row; the cache moves on by one position."""
         x = self.shared(token_ids[:, None])
+        biases = cache.present_biases()
         for i, block in enumerate(self.decoder.block):
-            bias = cache.biases[i if self.config.bias_everywhere else 0].index_select(2, cache.position)
+            bias = biases[i if self.config.bias_everywhere else 0]
             x = block(x, bias, None, cache.memory_bias, cache.layers[i])
         cache.position += 1
         hidden = self._scaled(self.decoder.final_layer_norm(x)[:, 0])

@@ -114,7 +114,7 @@ def _update(p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, 
     clipped = rate / (_rms(update) / group["clip_threshold"]).clamp(min=1.0)
     if group["weight_decay"]:
         p.mul_(1 - group["weight_decay"] * rate)
-    p.copy_(torch.addcmul(p, update, clipped, value=-1))
+    p.addcmul_(update, clipped, value=-1)
 
 
 def _rms(tensor: Tensor) -> Tensor:

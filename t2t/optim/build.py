@@ -139,7 +139,7 @@ class Optimizer:
         self._masters = {name: p.detach().float() if _low(p) else p for name, p in trained.items()}
         self._copies = [(p, self._masters[name]) for name, p in trained.items() if _low(p)]
         self._relative = settings.relative_step
-        self._lr, self._schedule = lr, schedule
+        self.lr, self._schedule = lr, schedule
         groups = decay_groups(self._masters, settings.weight_decay)
         self._inner = _adamw(groups, settings) if settings.name == "adamw" else _adafactor(groups, settings, lr)
 
@@ -190,7 +190,7 @@ class Optimizer:
         assert step == self.updates, f"update {self.updates} is next, not {step}"
         if not self._relative:
             for group in self._inner.param_groups:
-                group["lr"] = self._lr * self._schedule(step)
+                group["lr"] = self.lr * self._schedule(step)
         self._count(step)
         self._inner.step()
         self.updates += 1

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,10 +89,7 @@ class JsonLines:
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Write one line and flush it. JSON has no nan and no inf: they become strings."""
-        values = {
-            name: value if math.isfinite(value) else str(value)
-            for name, value in figures.items()
-        }
+        values = {name: value if math.isfinite(value) else str(value) for name, value in figures.items()}
         self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -105,7 +102,7 @@ class TensorBoard:
     """Event files in RUN/tensorboard; later steps of a run that was cut off are hidden.
 
     >>> from unittest import mock
-    >>> with mock.patch.dict("sys.modules", {"tensorboard": None, "torch.utils.tensorboard": None}):
+    >>> with mock.patch.dict("sys.modules", {"tensorboard": None}):
     ...     TensorBoard(Config(), Path("runs/x"), from_step=0)
     Traceback (most recent call last):
     t2t.errors.InputError: track.to: tensorboard is not installed: pip install 't2t[tensorboard]'
@@ -113,18 +110,11 @@ class TensorBoard:
 
     def __init__(self, config: Config, run_dir: Path, from_step: int) -> None:
         _package("tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
-
-        self._writer: Any = SummaryWriter(
-            str(run_dir / "tensorboard"), purge_step=from_step + 1
-        )
-        values = {
-            name: v if isinstance(v, (bool, int, float, str)) else str(v)
-            for name, v in flat(config).items()
-        }
+        board: Any = importlib.import_module("torch.utils.tensorboard")
+        self._writer = board.SummaryWriter(str(run_dir / "tensorboard"), purge_step=from_step + 1)
+        values = {name: v if isinstance(v, (bool, int, float, str)) else str(v) for name, v in flat(config).items()}
         # Not add_hparams: its own second file in the folder would end TensorBoard's reading of the first.
-        for summary in hparams(values, {}):
+        for summary in board.summary.hparams(values, {}):
             self._writer.file_writer.add_summary(summary)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -152,9 +142,7 @@ class Wandb:
     def __init__(self, config: Config, run_dir: Path, from_step: int) -> None:
         wandb = _package("wandb")
         folder = Path(os.environ.get("WANDB_DIR") or run_dir)
-        folder.mkdir(
-            parents=True, exist_ok=True
-        )  # wandb turns to a temporary folder when there is none
+        folder.mkdir(parents=True, exist_ok=True)  # wandb turns to a temporary folder when there is none
         try:
             # Steps that the server has already are ignored there; a resumed run gives the same figures for them.
             self._run: Any = wandb.init(
@@ -166,9 +154,7 @@ class Wandb:
                 resume="allow",
             )
         except wandb.errors.UsageError as error:
-            raise InputError(
-                f"track.to: wandb: {error} WANDB_MODE=offline needs no login."
-            ) from None
+            raise InputError(f"track.to: wandb: {error} WANDB_MODE=offline needs no login.") from None
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Send the figures."""
@@ -208,7 +194,11 @@ class Trackio:
         self._run.finish()
 
 
-_EXTRAS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+_EXTRAS: dict[str, Callable[[Config, Path, int], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+}
 
 
 def build(config: Config, run_dir: Path, from_step: int) -> Trackers:
@@ -222,7 +212,7 @@ def build(config: Config, run_dir: Path, from_step: int) -> Trackers:
     """
     for name in config.track.to:
         _package(name)  # a missing one is told before any run is opened anywhere
-    extras = [_EXTRAS[name](config, run_dir, from_step) for name in config.track.to]
+    extras = (_EXTRAS[name](config, run_dir, from_step) for name in config.track.to)
     return Trackers([JsonLines(run_dir / "log.jsonl", from_step), *extras])
 
 
@@ -232,9 +222,7 @@ def _package(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name:  # it is there, but something that it needs is not
             raise
-        raise InputError(
-            f"track.to: {name} is not installed: pip install 't2t[{name}]'"
-        ) from None
+        raise InputError(f"track.to: {name} is not installed: pip install 't2t[{name}]'") from None
 
 
 def _bytes_until(path: Path, step: int) -> int:
@@ -250,17 +238,15 @@ def _bytes_until(path: Path, step: int) -> int:
                 if json.loads(line)["step"] > step:
                     break
             except (ValueError, KeyError, TypeError):
-                raise InputError(
-                    f"{path}:{number}: not a JSON object with a step: remove the line"
-                ) from None
+                raise InputError(f"{path}:{number}: not a JSON object with a step: remove the line") from None
             size += len(line)
     return size
 
 
 def _kept_id(path: Path, fresh: bool) -> str:
-    if not fresh and path.exists():
-        return path.read_text(encoding="utf-8").strip()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    run_id = uuid.uuid4().hex[:12]
-    path.write_text(run_id + "\n", encoding="utf-8")
-    return run_id
+    kept = path.read_text(encoding="utf-8").strip() if path.exists() and not fresh else ""
+    if not kept:
+        kept = uuid.uuid4().hex[:12]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(kept + "\n", encoding="utf-8")
+    return kept

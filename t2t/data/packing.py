@@ -1,0 +1,215 @@
+"""Examples into rows of one fixed shape: several share a row, told apart by segment ids.
+
+Shapes: R rows, S slots of a source row, T slots of a target row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+IGNORE = -100
+ROUND = 8  # row lengths are multiples of this
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of packed rows, as numpy arrays. Segment 0 is padding; labels are -100 there.
+
+    ``example_ids[r]`` names the examples of row r in segment order, -1 where there is none.
+    """
+
+    source_ids: np.ndarray  # [R, S]
+    source_segments: np.ndarray  # [R, S]
+    target_ids: np.ndarray  # [R, T], shifted right within each segment
+    target_segments: np.ndarray  # [R, T]
+    labels: np.ndarray  # [R, T]
+    example_ids: np.ndarray  # [R, most segments]
+
+    @property
+    def target_tokens(self) -> int:
+        """Target positions that count in the loss."""
+        return int((self.labels != IGNORE).sum())
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens, source and target."""
+        return int((self.source_segments != 0).sum() + (self.target_segments != 0).sum())
+
+
+def pack(source: np.ndarray, target: np.ndarray, source_row: int, target_row: int) -> list[list[int]]:
+    """Put examples of these lengths into as few rows as we can find, each row holding both its streams.
+
+    Long examples go first. Once each goes to the row that it leaves least and most evenly free, a new row being opened
+    when none has room; then, while it works, into one row less, each to the row whose free space points most in its
+    direction, so that both streams fill up together.
+
+    >>> pack(np.array([5, 3, 4, 2]), np.array([2, 2, 1, 1]), source_row=8, target_row=4)
+    [[0, 1], [2, 3]]
+    """
+    if not len(source):
+        return []
+    a, b = source / source_row, target / target_row
+    assert a.max() <= 1 and b.max() <= 1, "an example is longer than its row"
+    least = max(math.ceil(a.sum() - 1e-9), math.ceil(b.sum() - 1e-9))
+    order = np.argsort(-(np.maximum(a, b) + 0.1 * (a + b)), kind="stable").tolist()
+    best = _place(a.tolist(), b.tolist(), order, len(a), _tightest)
+    assert best is not None, "one row an example always suffices"
+    while len(best) > least:
+        fewer = _place(a.tolist(), b.tolist(), order, len(best) - 1, _aligned)
+        if fewer is None:
+            break
+        best = fewer
+    return best
+
+
+Score = Callable[[np.ndarray, np.ndarray, float, float], np.ndarray]
+
+
+def _tightest(free_a: np.ndarray, free_b: np.ndarray, a: float, b: float) -> np.ndarray:
+    return -np.maximum(free_a - a, free_b - b)  # the larger of the two gaps that would be left
+
+
+def _aligned(free_a: np.ndarray, free_b: np.ndarray, a: float, b: float) -> np.ndarray:
+    return free_a * a + free_b * b
+
+
+def _place(a: list[float], b: list[float], order: list[int], most: int, score: Score) -> list[list[int]] | None:
+    """Rows of examples, at most so many; `_tightest` opens them one by one, `_aligned` all at once."""
+    opened = 1 if score is _tightest else most
+    free_a, free_b = np.ones(most), np.ones(most)
+    found: list[list[int]] = [[] for _ in range(most)]
+    for i in order:
+        space_a, space_b = free_a[:opened], free_b[:opened]
+        fits = (space_a >= a[i] - 1e-9) & (space_b >= b[i] - 1e-9)
+        row = int(np.where(fits, score(space_a, space_b, a[i], b[i]), -np.inf).argmax())
+        if not fits[row]:
+            if opened == most:
+                return None
+            row, opened = opened, opened + 1
+        free_a[row] -= a[i]
+        free_b[row] -= b[i]
+        found[row].append(i)
+    return [row for row in found if row]
+
+
+def collate(
+    sources: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray],
+    ids: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    source_row: int,
+    target_row: int,
+    start_id: int,
+    pad_id: int,
+) -> Batch:
+    """Write packed examples into arrays. An empty list in ``rows`` is an empty row.
+
+    >>> batch = collate([np.array([5, 1]), np.array([6, 7, 1])], [np.array([8, 1]), np.array([9, 1])], [40, 41],
+    ...                 [[0, 1]], source_row=6, target_row=4, start_id=0, pad_id=0)
+    >>> batch.source_ids, batch.source_segments
+    (array([[5, 1, 6, 7, 1, 0]]), array([[1, 1, 2, 2, 2, 0]]))
+    >>> batch.target_ids, batch.labels, batch.example_ids
+    (array([[0, 8, 0, 9]]), array([[8, 1, 9, 1]]), array([[40, 41]]))
+    """
+    count = len(rows)
+    source_ids = np.full((count, source_row), pad_id)
+    target_ids = np.full((count, target_row), pad_id)
+    labels = np.full((count, target_row), IGNORE)
+    source_segments = np.zeros((count, source_row), dtype=np.int64)
+    target_segments = np.zeros((count, target_row), dtype=np.int64)
+    example_ids = np.full((count, max([1, *(len(row) for row in rows)])), -1)
+    for r, row in enumerate(rows):
+        s = t = 0
+        for segment, i in enumerate(row, 1):
+            source, target = sources[i], targets[i]
+            source_ids[r, s : s + len(source)] = source
+            source_segments[r, s : s + len(source)] = segment
+            target_ids[r, t] = start_id
+            target_ids[r, t + 1 : t + len(target)] = target[:-1]
+            labels[r, t : t + len(target)] = target
+            target_segments[r, t : t + len(target)] = segment
+            example_ids[r, segment - 1] = ids[i]
+            s, t = s + len(source), t + len(target)
+    return Batch(source_ids, source_segments, target_ids, target_segments, labels, example_ids)
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """The row lengths of a run and how full they come out: real tokens over slots, of each stream."""
+
+    source_row: int
+    target_row: int
+    source_fill: float
+    target_fill: float
+    rows_per_step: float
+
+    @property
+    def fill(self) -> float:
+        """Real tokens over slots of both streams together."""
+        slots = self.source_row + self.target_row
+        return (self.source_fill * self.source_row + self.target_fill * self.target_row) / slots
+
+
+def measure(
+    source: np.ndarray, target: np.ndarray, steps: Sequence[np.ndarray], source_row: int, target_row: int
+) -> RowShape:
+    """Pack each step's examples at these row lengths and see how full they come out.
+
+    >>> measure(np.array([4, 4]), np.array([2, 1]), [np.array([0, 1])], 8, 4)
+    RowShape(source_row=8, target_row=4, source_fill=1.0, target_fill=0.75, rows_per_step=1.0)
+    """
+    rows = sum(len(pack(source[i], target[i], source_row, target_row)) for i in steps)
+    taken = np.concatenate(steps)
+    fills = source[taken].sum() / (rows * source_row), target[taken].sum() / (rows * target_row)
+    return RowShape(source_row, target_row, float(fills[0]), float(fills[1]), rows / len(steps))
+
+
+def pick_rows(
+    source: np.ndarray,
+    target: np.ndarray,
+    steps: Sequence[np.ndarray],
+    cost: Callable[[int, int], float],
+    source_row: int = 0,
+    target_row: int = 0,
+) -> RowShape:
+    """The row lengths at which the sampled steps cost least, ``cost`` being that of one row; given ones are kept.
+
+    Longer rows pack better and attend more. Sources from the longest example upwards are tried, each with targets
+    around the data's own ratio; then the neighbours of the best. Among shapes within 2% of the least cost, the one
+    whose emptier stream is fullest wins.
+
+    >>> pick_rows(np.array([5, 3, 6, 2]), np.array([2, 2, 4, 1]), [np.arange(4)], cost=lambda s, t: s + t).source_row
+    8
+    """
+    longest_s, longest_t = _up(source.max()), _up(target.max())
+    ratio = target.mean() / source.mean()
+    tried: dict[tuple[int, int], tuple[float, RowShape]] = {}
+
+    def attempt(s: float, t: float) -> None:
+        shape = (source_row or max(_up(s), longest_s), target_row or max(_up(t), longest_t))
+        if shape not in tried:
+            result = measure(source, target, steps, *shape)
+            tried[shape] = (result.rows_per_step * cost(*shape), result)
+
+    def best() -> RowShape:
+        least = min(price for price, _ in tried.values())
+        near = [shape for price, shape in tried.values() if price <= 1.02 * least]
+        return max(near, key=lambda shape: min(shape.source_fill, shape.target_fill))
+
+    for s in np.geomspace(longest_s, max(2.0 * longest_s, 2.0 * longest_t / ratio, 16.0 * source.mean()), 10):
+        for lean in (0.9, 1.0, 1.1):
+            attempt(s, s * ratio * lean)
+    for _ in range(2):
+        center = best()
+        for s in (0.92, 0.96, 1.0, 1.04, 1.08):
+            for t in (0.92, 0.96, 1.0, 1.04, 1.08):
+                attempt(center.source_row * s, center.target_row * t)
+    return best()
+
+
+def _up(length: float) -> int:
+    return ROUND * max(1, math.ceil(length / ROUND))

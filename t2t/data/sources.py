@@ -1,0 +1,472 @@
+"""From names of files to records that know where they came from.
+
+| suffix | one record is | fields |
+|---|---|---|
+| .jsonl .ndjson .json | a line that holds a JSON object | its keys |
+| .csv | a row; quoted cells may hold commas, doubled quotes and newlines | header, or "0", "1", ... |
+| .tsv | a line cut at tabs, without quoting | header, or "0", "1", ... |
+| .txt | a line | text |
+| .parquet | a row | its columns |
+
+Each may also be compressed: .gz, .xz, .zst. Files are streamed, so memory does not grow with their size.
+Blank lines are passed over; a byte-order mark and CRLF are dropped. A .json file that is one array or one
+document is refused: JSON lines can be streamed and tell the line of an error.
+
+The first row of a .csv or .tsv file is its header if columns are asked for by name; if they are asked for by
+number ("0", "1") it is data; if none are asked for, it is a header when it holds both names of a pair in
+``PAIRS``, or ``text``.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import io
+import json
+import lzma
+import shutil
+import tempfile
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar, cast
+
+from t2t.errors import InputError, did_you_mean
+
+_T = TypeVar("_T")
+
+MAX_LINE_BYTES = 8 * 1024 * 1024
+"""A longer line, or quoted CSV record, is a bad line."""
+
+PAIRS = (
+    ("source", "target"),
+    ("src", "tgt"),
+    ("input", "output"),
+    ("question", "answer"),
+    ("article", "highlights"),
+    ("document", "summary"),
+    ("text", "summary"),
+    ("s", "t"),
+)
+"""Column names that are taken for source and target when none are given, in any case of letters."""
+
+_FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "txt",
+    ".parquet": "parquet",
+}
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
+_COMPRESSIONS = (".gz", ".xz", ".zst")
+_BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError)
+# First bytes that no UTF-8 text has, and what to do about them.
+_NOT_TEXT = {
+    b"\x1f\x8b": "holds gzip data: its name should end in .gz",
+    b"\xfd7zXZ\0": "holds xz data: its name should end in .xz",
+    b"\x28\xb5\x2f\xfd": "holds zstd data: its name should end in .zst",
+    b"PAR1\x15": 'holds parquet data: its name should end in .parquet, or set data.format = "parquet"',
+    b"\xff\xfe": "holds UTF-16 text: convert it to UTF-8",
+    b"\xfe\xff": "holds UTF-16 text: convert it to UTF-8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The fields of one line or row, and where it stands (lines and rows count from 1).
+
+    >>> Record({"text": "Bună ziua"}, "ro.txt", 3).fields["text"]
+    'Bună ziua'
+    """
+
+    fields: dict[str, Any]
+    file: str
+    line: int
+
+    @property
+    def where(self) -> str:
+        """How messages begin: ``file:line``.
+
+        >>> Record({}, "pairs.tsv", 7).where
+        'pairs.tsv:7'
+        """
+        return f"{self.file}:{self.line}"
+
+
+def resolve(patterns: Sequence[str], key: str = "data.train") -> list[Path]:
+    """The files that a config entry names: paths, globs (sorted), and ``asset:NAME`` for one the package carries.
+
+    >>> resolve(["no/such/pairs.tsv"])
+    Traceback (most recent call last):
+    t2t.errors.InputError: data.train: no such file: no/such/pairs.tsv
+    """
+    return [file for pattern in patterns for file in _resolve(pattern, key)]
+
+
+def type_name(value: Any) -> str:
+    """What a value is, in JSON's words.
+
+    >>> type_name(None), type_name(True), type_name(3)
+    ('null', 'a boolean', 'a number')
+    """
+    return _TYPE_NAMES.get(type(value), f"a {type(value).__name__}")
+
+
+class Reader:
+    """The records of several files, one by one, with one policy for bad lines.
+
+    Under ``on_bad_line="error"`` the first one raises; under ``"skip"`` they are kept in ``bad`` ("file:line: what",
+    of the latest pass) and raise once there are more than ``max_bad_lines``. ``columns`` are the names that the user
+    gave, which decide whether a .csv or .tsv file has a header (see the module).
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder, "pairs.jsonl")
+    ...     _ = file.write_text('{"s": "1 2", "t": "2 1"}\\n{"s": \\n')
+    ...     reader = Reader([file], on_bad_line="skip")
+    ...     fields = [record.fields for record in reader]
+    >>> fields
+    [{'s': '1 2', 't': '2 1'}]
+    >>> [message.removeprefix(str(file)) for message in reader.bad]
+    [':2: invalid JSON: Expecting value (column 7)']
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str | Path],
+        format: str = "auto",
+        on_bad_line: str = "error",
+        max_bad_lines: int = 1000,
+        columns: Sequence[str] = (),
+    ) -> None:
+        self.files = [str(file) for file in files]
+        self.format = format
+        self.on_bad_line = on_bad_line
+        self.max_bad_lines = max_bad_lines
+        self.columns = [column for column in columns if column]
+        self.bad: list[str] = []
+        self.bad_count = 0
+
+    def __iter__(self) -> Iterator[Record]:
+        self.bad, self.bad_count = [], 0
+        for file in self.files:
+            bad_before, good = len(self.bad), 0
+            for row in _rows(file, self.format, self.columns):
+                if row.error:
+                    self._count(f"{file}:{row.line}: {row.error}")
+                else:
+                    good += 1
+                    yield Record(row.value, file, row.line)
+            if not good:
+                bad = self.bad[bad_before:]
+                raise InputError(
+                    f"{file}: no records" + (f"; {len(bad)} bad lines, the first: {bad[0]}" if bad else "")
+                )
+
+    def reject(self, record: Record, message: str) -> None:
+        """Treat a record as a bad line, for a reason that only a later stage can see.
+
+        >>> Reader([]).reject(Record({}, "a.jsonl", 7), "field 'target' is null")
+        Traceback (most recent call last):
+        t2t.errors.InputError: a.jsonl:7: field 'target' is null
+        """
+        self._count(f"{record.where}: {message}")
+
+    def _count(self, message: str) -> None:
+        self.bad_count += 1
+        if self.on_bad_line == "error":
+            raise InputError(message)
+        if self.bad_count > self.max_bad_lines:
+            first = "; ".join([*self.bad, message][:3])
+            raise InputError(f"more than data.max_bad_lines = {self.max_bad_lines} bad lines, the first: {first}")
+        self.bad.append(message)
+
+
+class _Item(NamedTuple, Generic[_T]):
+    """What one line (or row) gave: a value, or what is wrong with it."""
+
+    line: int
+    value: _T
+    error: str = ""
+
+
+def _resolve(pattern: str, key: str) -> list[Path]:
+    if pattern.startswith("asset:"):
+        path = Path(str(resources.files("t2t") / "assets" / pattern.removeprefix("asset:")))
+    else:
+        path = Path(pattern)
+    if path.is_dir():
+        found = [p.name for p in sorted(path.iterdir()) if _suffixes(p)[0] in _FORMATS]
+        example = f"*{''.join(_suffixes(found[0]))}" if found else "*.jsonl"
+        raise InputError(f"{key}: {pattern} is a folder: name its files, as {pattern.rstrip('/')}/{example}")
+    if path.exists():
+        return [path]
+    if glob.has_magic(pattern):
+        files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if not Path(name).is_dir()]
+        if not files:
+            raise InputError(f"{key}: no file matches {pattern}")
+        return files
+    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise InputError(f"{key}: no such file: {pattern}{did_you_mean(path.name, beside)}")
+
+
+def _suffixes(file: str | Path) -> tuple[str, str]:
+    """The suffix that tells the format, and the compression's or nothing."""
+    path = Path(file)
+    if path.suffix.lower() in _COMPRESSIONS:
+        return Path(path.stem).suffix.lower(), path.suffix.lower()
+    return path.suffix.lower(), ""
+
+
+def _rows(file: str, format: str, columns: Sequence[str]) -> Iterator[_Item[dict[str, Any]]]:
+    suffix, compression = _suffixes(file)
+    kind = _FORMATS.get(suffix) if format == "auto" else format
+    if kind is None:
+        known = ", ".join(_FORMATS)
+        raise InputError(f"{file}: no format known by the name {suffix!r} ({known}): rename it or set data.format")
+    with _open(file, compression, text=kind != "parquet") as stream:
+        lines = _lines(file, stream)
+        match kind:
+            case "jsonl":
+                yield from _jsonl(file, lines)
+            case "csv":
+                yield from _table(file, _csv(lines), columns)
+            case "tsv":
+                cells = (_Item(n, text.split("\t"), error) for n, text, error in lines if text or error)
+                yield from _table(file, cells, columns)
+            case "txt":
+                yield from (_Item(n, {"text": text}, error) for n, text, error in lines if text.strip() or error)
+            case "parquet":
+                yield from _parquet(file, stream, spool=bool(compression))
+            case _:
+                raise AssertionError(kind)
+
+
+@contextmanager
+def _open(file: str, compression: str, text: bool) -> Iterator[io.BufferedReader]:
+    with ExitStack() as stack:
+        try:
+            raw = stack.enter_context(open(file, "rb"))
+        except OSError as error:
+            raise InputError(f"{file}: cannot be opened: {error.strerror}") from None
+        head = raw.peek(8)
+        if not head:
+            raise InputError(f"{file}: no records: the file is empty")
+        for magic, advice in _NOT_TEXT.items():
+            if text and not compression and head.startswith(magic):
+                raise InputError(f"{file}: {advice}")
+        match compression:
+            case ".gz":
+                unpacked: Any = stack.enter_context(gzip.GzipFile(fileobj=raw))
+            case ".xz":
+                unpacked = stack.enter_context(lzma.LZMAFile(raw))
+            case ".zst":
+                unpacked = _ZstdFile(file, raw)
+            case _:
+                yield raw
+                return
+        yield io.BufferedReader(unpacked)
+
+
+class _ZstdFile(io.RawIOBase):
+    """Decompresses frame after frame; zstandard's own reader takes a cut file for a whole one."""
+
+    # Small, because one call gives all that these bytes expand to.
+    CHUNK = 4096
+
+    def __init__(self, file: str, raw: BinaryIO) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise InputError(f"{file}: .zst files need the zstandard package: pip install zstandard") from None
+        self._zstd = zstandard
+        self._raw = raw
+        self._frame: Any = None
+        self._input = b""
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            self._input = self._input or self._raw.read(self.CHUNK)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("the file ends inside a zstd frame")
+                return 0
+            self._decompress()
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+    def _decompress(self) -> None:
+        if self._frame is None:
+            self._frame = self._zstd.ZstdDecompressor().decompressobj()
+        try:
+            self._output = memoryview(self._frame.decompress(self._input))
+        except self._zstd.ZstdError as error:
+            raise OSError(str(error)) from None
+        self._input = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = None
+
+
+def _lines(file: str, stream: io.BufferedReader) -> Iterator[_Item[str]]:
+    """The lines as text. They are cut as bytes, at newlines alone: U+2028 and the like are text."""
+    number = 0
+    try:
+        while raw := stream.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                while raw and not raw.endswith(b"\n"):
+                    raw = stream.readline(MAX_LINE_BYTES)
+                yield _Item(number, "", f"longer than {MAX_LINE_BYTES:,} bytes: expected one record a line")
+                continue
+            if number == 1:
+                raw = raw.removeprefix(b"\xef\xbb\xbf")
+            yield _decode(number, raw.removesuffix(b"\n").removesuffix(b"\r"))
+    except _BROKEN as error:
+        raise InputError(f"{file}: cut or broken after line {number}: {error}") from None
+
+
+def _decode(number: int, raw: bytes) -> _Item[str]:
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        # The readable rest still tells CSV where its quotes are.
+        return _Item(number, raw.decode(errors="replace"), f"invalid UTF-8 at byte {error.start + 1} of the line")
+    return _Item(number, text, "holds a NUL character" if "\0" in text else "")
+
+
+def _jsonl(file: str, lines: Iterator[_Item[str]]) -> Iterator[_Item[dict[str, Any]]]:
+    first = True
+    for number, text, error in lines:
+        if not error and not text.strip():
+            continue
+        value: Any = None
+        if not error:
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError as wrong:
+                error = f"invalid JSON: {wrong.msg} (column {wrong.colno})"
+            except (ValueError, RecursionError) as wrong:
+                error = f"invalid JSON: {wrong}"
+            if first and _is_document(text.strip(), value):
+                advice = "write one object a line; jq -c '.[]' FILE.json > FILE.jsonl does it for an array"
+                raise InputError(f"{file}:{number}: one JSON document, not JSON lines: {advice}")
+            if not error and not isinstance(value, dict):
+                error = f"{type_name(value)}, where a JSON object is expected"
+        first = False
+        yield _Item(number, value, error)
+
+
+def _is_document(line: str, value: Any) -> bool:
+    """Whether a first line shows that the whole file is one JSON value: an array, or an object around one."""
+    if value is None:
+        return line.startswith("[") or line == "{"
+    items = value.get("data") if isinstance(value, dict) else value
+    return isinstance(items, list) and bool(items) and isinstance(items[0], dict)
+
+
+def _csv(lines: Iterator[_Item[str]]) -> Iterator[_Item[list[str]]]:
+    """The rows. A row that does not parse costs its first line alone: the next one is read anew from there."""
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
+    taken: list[_Item[str]] = []
+    again: deque[_Item[str]] = deque()
+
+    def feed() -> Iterator[str]:
+        size = 0
+        while line := again.popleft() if again else next(lines, None):
+            size = len(line.value) + (size if taken else 0)
+            taken.append(line)
+            if size > MAX_LINE_BYTES:
+                raise csv.Error(f"a row longer than {MAX_LINE_BYTES:,} bytes")
+            yield line.value + "\n"
+
+    while True:
+        try:
+            for cells in csv.reader(feed(), strict=True):
+                first, wrong = taken[0], [line for line in taken if line.error]
+                taken.clear()
+                if wrong:
+                    yield _Item(wrong[0].line, [], wrong[0].error)
+                elif cells:
+                    yield _Item(first.line, cells)
+            return
+        except csv.Error as error:
+            first = taken[0]
+            again.extendleft(reversed(taken[1:]))
+            taken.clear()
+            what = f"invalid CSV: {error} (a quote that is not closed, or not doubled?)"
+            yield _Item(first.line, [], first.error or what)
+
+
+def _table(file: str, rows: Iterator[_Item[list[str]]], columns: Sequence[str]) -> Iterator[_Item[dict[str, Any]]]:
+    names: list[str] = []
+    for number, cells, error in rows:
+        if not names and not error:
+            if _is_header(cells, columns):
+                names = [cell.strip() for cell in cells]
+                if len(set(names)) < len(names):
+                    raise InputError(f"{file}:{number}: a column name stands twice in the header: {', '.join(names)}")
+                continue
+            names = [str(n) for n in range(len(cells))]
+        if not error and len(cells) != len(names):
+            error = f"{len(cells)} columns, where the first row has {len(names)}"
+        yield _Item(number, dict(zip(names, cells)), error)
+
+
+def _is_header(cells: list[str], columns: Sequence[str]) -> bool:
+    if columns:
+        return not all(column.isdecimal() for column in columns)
+    names = {cell.strip().lower() for cell in cells}
+    return "text" in names or any(names.issuperset(pair) for pair in PAIRS)
+
+
+def _parquet(file: str, stream: io.BufferedReader, spool: bool) -> Iterator[_Item[dict[str, Any]]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise InputError(f"{file}: parquet files need the pyarrow package: pip install pyarrow") from None
+    number = 0
+    # A parquet file is read from its end, which a compressed stream cannot seek.
+    with tempfile.TemporaryFile() if spool else nullcontext(stream) as seekable:
+        try:
+            if spool:
+                shutil.copyfileobj(stream, seekable)
+            for batch in parquet.ParquetFile(seekable).iter_batches(batch_size=256):
+                for row in _batch_rows(batch):
+                    number += 1
+                    yield _Item(number, row or {}, "" if row is not None else "invalid UTF-8")
+        except (pyarrow.ArrowException, *_BROKEN) as error:
+            what = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InputError(f"{file}: not a whole parquet file (read to row {number}): {what}") from None
+
+
+def _batch_rows(batch: Any) -> list[dict[str, Any] | None]:
+    """The rows of a batch; None for one whose text is not UTF-8, found by halving."""
+    try:
+        return cast(list[dict[str, Any] | None], batch.to_pylist())
+    except UnicodeDecodeError:
+        if batch.num_rows == 1:
+            return [None]
+        half = batch.num_rows // 2
+        return _batch_rows(batch.slice(0, half)) + _batch_rows(batch.slice(half))

@@ -1,0 +1,215 @@
+"""Text to token ids: tokenizers under one small face, and the table of tokenized examples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from t2t.data.tasks import Example
+from t2t.errors import InputError
+
+
+class Tokenizer(Protocol):
+    """What the rest of the library asks of a tokenizer. ``encode`` adds no end token; ``decode`` drops special ones."""
+
+    eos_id: int
+    pad_id: int
+    vocab_size: int
+    fingerprint: str
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def save(self, folder: Path) -> None: ...
+
+
+class Bytes:
+    """UTF-8 bytes with ByT5's ids: pad 0, end 1, unknown 2, byte b is b + 3, then 125 sentinels.
+
+    >>> Bytes().encode("aș")
+    [100, 203, 156]
+    >>> Bytes().decode([100, 203, 156, 1, 0])
+    'aș'
+    """
+
+    eos_id, pad_id, vocab_size, fingerprint = 1, 0, 384, "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return [b + 3 for b in text.encode()]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i - 3 for i in ids if 3 <= i < 259).decode(errors="ignore")
+
+    def save(self, folder: Path) -> None:
+        """Write what makes `transformers` open the folder with its ByT5 tokenizer."""
+        settings = {
+            "tokenizer_class": "ByT5Tokenizer",
+            "extra_ids": 125,
+            "eos_token": "</s>",
+            "pad_token": "<pad>",
+            "unk_token": "<unk>",
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+class HuggingFace:
+    """A tokenizer of `transformers`, from a folder, a hub name or a bare SentencePiece file."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        if tokenizer.eos_token_id is None:
+            raise InputError(f"{name}: the tokenizer has no end token")
+        self.inner = tokenizer
+        self.eos_id: int = tokenizer.eos_token_id
+        self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        self.vocab_size = len(tokenizer)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.inner(list(texts), add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[no-any-return]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.inner.decode(ids, skip_special_tokens=True)  # type: ignore[no-any-return]
+
+    def save(self, folder: Path) -> None:
+        self.inner.save_pretrained(folder)
+
+
+def load(spec: str) -> Tokenizer:
+    """The tokenizer that ``spec`` names: ``bytes``, a SentencePiece file, a tokenizer folder, or a hub name.
+
+    >>> load("bytes").vocab_size
+    384
+    """
+    path = Path(spec)
+    if spec == "bytes" or _class_in(path) == "ByT5Tokenizer":
+        return Bytes()
+    if path.is_file():
+        return _sentencepiece(path)
+    if path.is_dir() and not any(path.glob("tokenizer*")) and not any(path.glob("*.model")):
+        raise InputError(f"model.tokenizer: no tokenizer files in {spec}")
+    return _auto(spec, spec)
+
+
+def _class_in(folder: Path) -> str | None:
+    file = folder / "tokenizer_config.json"
+    return json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class") if file.is_file() else None
+
+
+def _sentencepiece(path: Path) -> HuggingFace:
+    # transformers reads such a file only inside a folder that names the class; T5's has the ids that T5 models want.
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "spiece.model").write_bytes(path.read_bytes())
+        settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": 100}
+        (Path(name) / "tokenizer_config.json").write_text(json.dumps(settings))
+        return _auto(name, str(path))
+
+
+def _auto(source: str, name: str) -> HuggingFace:
+    from transformers import AutoTokenizer
+
+    try:
+        return HuggingFace(AutoTokenizer.from_pretrained(source, trust_remote_code=False), name)
+    except (OSError, ValueError, RuntimeError, ImportError, TypeError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(f"model.tokenizer: cannot load {name}: {reason}") from error
+
+
+class Ragged:
+    """Many token sequences in one array.
+
+    >>> lists = Ragged.of([[5, 6, 1], [7, 1]], vocab_size=384)
+    >>> lists[1], lists.lengths, lists.ids.dtype
+    (array([7, 1], dtype=uint16), array([3, 2]), dtype('uint16'))
+    """
+
+    def __init__(self, ids: np.ndarray, offsets: np.ndarray) -> None:
+        self.ids, self.offsets = ids, offsets
+
+    @classmethod
+    def of(cls, sequences: Iterable[Sequence[int]], vocab_size: int) -> Ragged:
+        """Gather sequences, each id in two bytes where the vocabulary allows."""
+        dtype = np.uint16 if vocab_size <= 65536 else np.uint32
+        parts = [np.asarray(s, dtype=dtype) for s in sequences]
+        offsets = np.zeros(len(parts) + 1, dtype=np.int64)
+        np.cumsum([len(p) for p in parts], out=offsets[1:])
+        return cls(np.concatenate(parts) if parts else np.zeros(0, dtype), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.ids[self.offsets[i] : self.offsets[i + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Tokenized examples, end tokens included, with the place in the files that each came from."""
+
+    source: Ragged
+    target: Ragged
+    where: tuple[str, ...]
+    cut_sources: int
+    cut_targets: int
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of every token: two tables are equal when theirs are."""
+        digest = hashlib.sha256()
+        for part in (self.source, self.target):
+            digest.update(part.offsets.tobytes() + b"|" + np.ascontiguousarray(part.ids).tobytes())
+        return digest.hexdigest()[:16]
+
+
+def tokenize(
+    examples: Iterable[Example], tokenizer: Tokenizer, max_source_length: int, max_target_length: int
+) -> Pairs:
+    """Token ids of all examples, each cut to its length with the end token kept.
+
+    >>> pairs = tokenize([Example("abcd", "b", "x:1")], Bytes(), max_source_length=3, max_target_length=3)
+    >>> pairs.source[0], pairs.target[0], pairs.cut_sources
+    (array([100, 101,   1], dtype=uint16), array([101,   1], dtype=uint16), 1)
+    """
+    where: list[str] = []
+    sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    cut = [0, 0]
+    dtype = np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32
+    for block in _blocks(examples, 1000):
+        where.extend(e.where for e in block)
+        for side, texts, longest in (
+            (0, [e.source for e in block], max_source_length),
+            (1, [e.target for e in block], max_target_length),
+        ):
+            for ids in tokenizer.encode_batch(texts):
+                cut[side] += len(ids) >= longest
+                sides[side].append(np.asarray([*ids[: longest - 1], tokenizer.eos_id], dtype=dtype))
+    source, target = (Ragged.of(side, tokenizer.vocab_size) for side in sides)
+    return Pairs(source, target, tuple(where), *cut)
+
+
+def _blocks(examples: Iterable[Example], size: int) -> Iterator[list[Example]]:
+    it = iter(examples)
+    while block := list(islice(it, size)):
+        yield block

@@ -1,0 +1,105 @@
+"""What we run on. The only file that asks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from t2t.errors import InputError, did_you_mean
+
+
+def resolve(name: str = "auto") -> torch.device:
+    """The device of that name; ``auto`` is the accelerator if there is one, else the CPU.
+
+    >>> resolve("cpu")
+    device(type='cpu')
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "auto":
+        return torch.device(found.type if found is not None else "cpu")
+    kinds = ["cpu", *([found.type] if found is not None else [])]
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in kinds:
+        raise InputError(f"run.device: {name!r} is not here{did_you_mean(name, kinds)}; found: {', '.join(kinds)}")
+    return device
+
+
+def use_threads(count: int) -> int:
+    """Use so many CPU threads; 0: as many as this process may run on. Gives back the number.
+
+    >>> use_threads(1)
+    1
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(count or affinity)
+    return torch.get_num_threads()
+
+
+def static_shapes(device: torch.device) -> bool:
+    """Whether every micro-batch must have one shape; an eager CPU may leave empty rows out instead.
+
+    >>> static_shapes(torch.device("cpu"))
+    False
+    """
+    return device.type != "cpu"
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """The dtype of weights and activations; ``auto`` is mixed (bf16, fp32 masters) on an accelerator.
+
+    >>> compute_dtype("auto", torch.device("cpu"))
+    torch.float32
+    """
+    mixed = precision == "mixed" or (precision == "auto" and device.type != "cpu")
+    return torch.bfloat16 if mixed else torch.float32
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes used so far: of the process on a CPU, of tensors on an accelerator.
+
+    >>> peak_memory(torch.device("cpu")) > 2**20
+    True
+    """
+    if device.type == "cpu":
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return used if sys.platform == "darwin" else used * 1024
+    return torch.accelerator.max_memory_allocated() if device.type == "cuda" else 0
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory that the device has; 0 where it does not tell.
+
+    >>> total_memory(torch.device("cpu")) > 2**20
+    True
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device.type == "cpu" else 0
+
+
+def describe(device: torch.device) -> str:
+    """The device in words.
+
+    >>> "threads" in describe(torch.device("cpu"))
+    True
+    """
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} ({device.type})"
+    return f"{device.type}, {_processor()}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()

@@ -1,0 +1,76 @@
+"""From source texts to target texts: windows of a stream, batches of like lengths, results in the order of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from t2t.config import Generate
+from t2t.data.tokens import Tokenizer
+from t2t.generate.decode import decode
+from t2t.models.t5 import T5
+
+BATCHES = 16  # in a window: enough for batches of like lengths, and no more for a pipe's reader to wait for
+MULTIPLE = 8  # source slots come in so many: few shapes
+
+
+def texts(
+    model: T5,
+    tokenizer: Tokenizer,
+    inputs: Iterable[str],
+    settings: Generate,
+    max_source_length: int,
+    max_length: int,
+    prefix: str = "",
+    seed: int = 0,
+    device: torch.device | None = None,
+    on_cut: Callable[[int], None] | None = None,
+) -> Iterator[str]:
+    """The model's text for every input, in order, each window's as soon as it has been read and decoded.
+
+    ``max_length`` counts where the settings leave it open; ``device`` is the model's own unless given. A source longer
+    than ``max_source_length`` tokens is cut, and ``on_cut`` told its number, from 0.
+
+    >>> from t2t.data.tokens import Bytes
+    >>> from t2t.models.t5 import T5Config
+    >>> model = T5(T5Config(vocab_size=384, d_model=8, num_layers=1, num_decoder_layers=1))
+    >>> len(list(texts(model, Bytes(), ["unu", "doi", "trei"], Generate(batch=2), 16, max_length=4)))
+    3
+    """
+    place = device or model.shared.weight.device
+    stream = iter(inputs)
+    read = batches = 0
+    while window := list(islice(stream, BATCHES * settings.batch)):
+        sources = []
+        for number, found in enumerate(tokenizer.encode_batch([prefix + text for text in window]), read):
+            if len(found) >= max_source_length and on_cut is not None:
+                on_cut(number)
+            sources.append([*found[: max_source_length - 1], tokenizer.eos_id])
+        read += len(window)
+        results = [""] * len(window)
+        # The longest first: what does not fit into memory fails at once.
+        order = sorted(range(len(window)), key=lambda i: -len(sources[i]))
+        for start in range(0, len(order), settings.batch):
+            rows = order[start : start + settings.batch]
+            ids, segments = _padded([sources[i] for i in rows], tokenizer.pad_id)
+            output = decode(model, ids.to(place), segments.to(place), settings, max_length, _batch_seed(seed, batches))
+            for i, tokens in zip(rows, output.tokens.tolist(), strict=True):
+                results[i] = tokenizer.decode(tokens)
+            batches += 1
+        yield from results
+
+
+def _padded(sources: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Source ids and segments [R, S] of one example a row."""
+    width = -(-max(map(len, sources)) // MULTIPLE) * MULTIPLE
+    ids = torch.tensor([source + [pad_id] * (width - len(source)) for source in sources])
+    lengths = torch.tensor([[len(source)] for source in sources])
+    return ids, (torch.arange(width) < lengths).long()
+
+
+def _batch_seed(seed: int, batch: int) -> int:
+    return int(np.random.SeedSequence([seed, batch]).generate_state(1)[0])

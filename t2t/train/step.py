@@ -1,0 +1,89 @@
+"""The one step: micro-batches in, one update out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from t2t import kernels
+from t2t.data import order
+from t2t.data.packing import Batch
+from t2t.optim.build import Optimizer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did: mean loss over target tokens, gradient norm before clipping, rate, tokens."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    target_tokens: int
+
+
+class Diverged(ArithmeticError):
+    """The loss or the gradient is no longer finite; nothing was updated. Names the examples it happened on."""
+
+    def __init__(self, message: str, examples: list[int]) -> None:
+        super().__init__(message)
+        self.examples = examples
+
+
+def batch_loss(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """The sum of the target tokens' losses, and each token's, [R, T]."""
+    device = model.head.device
+
+    def put(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    hidden = model(
+        put(batch.source_ids), put(batch.source_segments), put(batch.target_ids), put(batch.target_segments)
+    )
+    total, each = kernels.linear_cross_entropy(
+        hidden.flatten(0, 1), model.head, put(batch.labels).flatten(), smoothing
+    )
+    return total, each.view(batch.labels.shape)
+
+
+def train_step(
+    model: nn.Module, optimizer: Optimizer, batches: Sequence[Batch], step: int, seed: int, clip: float, smoothing: float
+) -> StepResult:
+    """Forward and backward over the step's micro-batches, then one update.
+
+    The loss is a sum over the count of target tokens of the whole step, so that any cut into micro-batches gives the
+    same gradient. Random numbers come from (seed, step, micro-batch) and leave no state behind.
+    """
+    count = sum(batch.target_tokens for batch in batches)
+    losses = []
+    for i, batch in enumerate(batches):
+        torch.manual_seed(order.key(seed, step, i))
+        total, each = batch_loss(model, batch, smoothing)
+        (total / count).backward()
+        optimizer.accumulate()
+        losses.append(each)
+    loss = float(sum(each.sum() for each in losses)) / count
+    if not math.isfinite(loss):
+        offenders = sorted({i for batch, each in zip(batches, losses, strict=True) for i in _offenders(batch, each)})
+        raise Diverged(f"step {step + 1}: the loss is not finite", offenders)
+    norm = float(optimizer.clip(clip))
+    if not math.isfinite(norm):
+        raise Diverged(f"step {step + 1}: the gradient is not finite", [i for b in batches for i in _examples(b)])
+    lr = optimizer.step(step)
+    return StepResult(loss, norm, lr, sum(b.tokens for b in batches), count)
+
+
+def _examples(batch: Batch) -> list[int]:
+    return [int(i) for i in batch.example_ids.flatten() if i >= 0]
+
+
+def _offenders(batch: Batch, losses: Tensor) -> list[int]:
+    """The examples whose own loss is not finite."""
+    bad = ~torch.isfinite(losses).cpu().numpy() & (batch.target_segments > 0)
+    rows, slots = np.nonzero(bad)
+    return [int(batch.example_ids[r, batch.target_segments[r, t] - 1]) for r, t in zip(rows, slots, strict=True)]

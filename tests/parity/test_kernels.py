@@ -1,0 +1,262 @@
+"""The reference kernels against torch's and transformers' own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from t2t import kernels
+from t2t.kernels import reference
+
+
+def problem(tokens: int = 10, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, head and labels (two of them ignored) of a small loss."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, 6, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(11, 6, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(11, (tokens,), generator=generator)
+    labels[[0, 4]] = kernels.IGNORE
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("chunk", [1, 3, 5, 10, 1024])
+def test_linear_cross_entropy_matches_torch(smoothing: float, chunk: int) -> None:
+    hidden, weight, labels = problem()
+    total, each = kernels.linear_cross_entropy(hidden, weight, labels, smoothing, chunk)
+    expected = F.cross_entropy(hidden @ weight.T, labels, label_smoothing=smoothing, reduction="none")
+    torch.testing.assert_close(each, expected)
+    torch.testing.assert_close(total, expected.sum())
+    assert not each.requires_grad
+    # An upstream scale, as the division by the count of tokens gives it.
+    ours = torch.autograd.grad(total / 7, (hidden, weight))
+    theirs = torch.autograd.grad(expected.sum() / 7, (hidden, weight))
+    torch.testing.assert_close(ours, theirs)
+    assert (ours[0][labels == kernels.IGNORE] == 0).all()
+
+
+def test_linear_cross_entropy_is_exact_in_float64() -> None:
+    hidden, weight, labels = problem(dtype=torch.float64)
+    total, _ = kernels.linear_cross_entropy(hidden, weight, labels, 0.2, chunk=4)
+    expected = F.cross_entropy(hidden @ weight.T, labels, label_smoothing=0.2, reduction="sum")
+    torch.testing.assert_close(total, expected, rtol=1e-13, atol=0)
+    ours, theirs = (torch.autograd.grad(loss, (hidden, weight)) for loss in (total, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_linear_cross_entropy_picks_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(reference.LOGITS, "cpu", 11 * 130)
+    hidden, weight, labels = problem(tokens=300)
+    total, _ = kernels.linear_cross_entropy(hidden, weight, labels)
+    torch.testing.assert_close(total, F.cross_entropy(hidden @ weight.T, labels, reduction="sum"))
+
+
+def test_linear_cross_entropy_of_ignored_labels_is_zero() -> None:
+    hidden, weight, labels = problem()
+    total, each = kernels.linear_cross_entropy(hidden, weight, torch.full_like(labels, kernels.IGNORE), 0.1, 4)
+    gradients = torch.autograd.grad(total, (hidden, weight))
+    assert total == 0 and not each.any()
+    assert not gradients[0].any() and not gradients[1].any()
+
+
+def test_linear_cross_entropy_refuses_labels_outside_the_vocabulary() -> None:
+    hidden, weight, labels = problem()
+    for wrong in (-1, 11):
+        labels[1] = wrong
+        with pytest.raises((IndexError, RuntimeError)):
+            kernels.linear_cross_entropy(hidden, weight, labels)
+
+
+def test_linear_cross_entropy_in_bfloat16_is_close() -> None:
+    hidden, weight, labels = problem(dtype=torch.bfloat16)
+    total, each = kernels.linear_cross_entropy(hidden, weight, labels, 0.1, 4)
+    gradients = torch.autograd.grad(total, (hidden, weight))
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    exact = F.cross_entropy(exact_hidden @ exact_weight.T, labels, label_smoothing=0.1, reduction="sum")
+    assert total.dtype == each.dtype == torch.float32
+    torch.testing.assert_close(total.double(), exact, rtol=1e-2, atol=0)
+    for ours, theirs in zip(gradients, torch.autograd.grad(exact, (exact_hidden, exact_weight)), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - theirs).norm() < 1e-2 * theirs.norm()
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_linear_cross_entropy_with_one_side_frozen(frozen: int) -> None:
+    hidden, weight, labels = problem()
+    inputs = [hidden, weight]
+    both = torch.autograd.grad(kernels.linear_cross_entropy(hidden, weight, labels)[0], inputs)
+    inputs[frozen] = inputs[frozen].detach()
+    total, _ = kernels.linear_cross_entropy(inputs[0], inputs[1], labels)
+    total.backward()
+    assert inputs[frozen].grad is None
+    torch.testing.assert_close(inputs[1 - frozen].grad, both[1 - frozen])
+
+
+def test_linear_cross_entropy_without_gradients() -> None:
+    hidden, weight, labels = problem()
+    with torch.no_grad():
+        total, _ = kernels.linear_cross_entropy(hidden, weight, labels)
+    assert not total.requires_grad
+    torch.testing.assert_close(total, F.cross_entropy(hidden @ weight.T, labels, reduction="sum").detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+@pytest.mark.parametrize("shape", [(1,), (3, 7, 5), (64, 1003)])
+def test_dropout_drops_its_share_and_scales_the_rest(dtype: torch.dtype, rate: float, shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape, dtype=dtype, requires_grad=True)
+    torch.manual_seed(3)
+    dropped = kernels.dropout(x, rate)
+    assert dropped.dtype == dtype and dropped.shape == x.shape
+    kept = dropped != 0
+    torch.testing.assert_close(dropped[kept], torch.full_like(dropped[kept], 1 / (1 - rate)))
+    spread = math.sqrt(rate * (1 - rate) / x.numel())
+    assert abs(kept.float().mean() - (1 - rate)) < 5 * spread
+    # The gradient goes where the values went, with the same scale.
+    (gradient,) = torch.autograd.grad(dropped.sum(), x)
+    assert torch.equal(gradient, dropped)
+
+
+def test_dropout_replays_from_the_seed_and_moves_on() -> None:
+    x = torch.ones(1001)
+    torch.manual_seed(5)
+    first, second = kernels.dropout(x, 0.5), kernels.dropout(x, 0.5)
+    torch.manual_seed(5)
+    assert torch.equal(kernels.dropout(x, 0.5), first)
+    assert not torch.equal(first, second)
+
+
+def test_dropout_entries_are_independent() -> None:
+    """Four draws come out of one random number: neighbours, and the four places, must not show it."""
+    torch.manual_seed(6)
+    kept = (kernels.dropout(torch.ones(400_000), 0.5) != 0).double()
+    for lag in range(1, 9):
+        assert abs((kept[lag:] - 0.5).mul(kept[:-lag] - 0.5).mean() * 4) < 5 / math.sqrt(len(kept))
+    for place in range(4):
+        assert abs(kept[place::4].mean() - 0.5) < 5 * 0.5 / math.sqrt(len(kept) / 4)
+
+
+def test_dropout_of_nothing_and_at_rate_zero() -> None:
+    assert kernels.dropout(torch.ones(0, 4), 0.1).shape == (0, 4)
+    x = torch.ones(3)
+    assert kernels.dropout(x, 0.0) is x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rms_norm_matches_transformers(dtype: torch.dtype) -> None:
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    torch.manual_seed(0)
+    peer = T5LayerNorm(33, eps=1e-6).to(dtype)
+    torch.nn.init.normal_(peer.weight)
+    # From tiny to large: the small ones show eps, the large ones overflow a square that is not taken in fp32.
+    x = (torch.randn(5, 33) * torch.tensor([1e-4, 1e-2, 1.0, 1e2, 1e4])[:, None]).to(dtype).requires_grad_()
+    upstream = torch.randn(5, 33).to(dtype)
+    ours, theirs = kernels.rms_norm(x, peer.weight, 1e-6), peer(x)
+    assert ours.dtype == dtype
+    # transformers keeps its statistics in fp32 even for fp64; in bf16 both round in the same places.
+    value, slope = (0.0, 1e-2) if dtype == torch.bfloat16 else (1e-6, 1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=value, atol=value)
+    for a, b in zip(
+        torch.autograd.grad(ours, (x, peer.weight), upstream),
+        torch.autograd.grad(theirs, (x, peer.weight), upstream),
+        strict=True,
+    ):
+        assert (a - b).norm() <= slope * b.norm()
+
+
+def test_rms_norm_is_exact_in_float64() -> None:
+    x = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    expected = x / torch.tensor(12.5, dtype=torch.float64).sqrt()
+    torch.testing.assert_close(
+        kernels.rms_norm(x, torch.ones(2, dtype=torch.float64), 0.0), expected, rtol=1e-14, atol=0
+    )
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (300, 300), (3, 700), (700, 3)])
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (8, 10), (64, 512)])
+def test_relative_buckets_match_transformers(
+    bidirectional: bool, queries: int, keys: int, buckets: int, max_distance: int
+) -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    distance = torch.arange(keys)[None, :] - torch.arange(queries)[:, None]
+    expected = T5Attention._relative_position_bucket(distance, bidirectional, buckets, max_distance)
+    ours = reference.relative_buckets(queries, keys, buckets, max_distance, bidirectional, torch.device("cpu"))
+    assert torch.equal(ours, expected)
+
+
+def test_relative_bias_made_in_generation_serves_training() -> None:
+    table = torch.randn(32, 2, requires_grad=True)
+    reference.relative_buckets.cache_clear()
+    with torch.inference_mode():
+        seen = kernels.relative_bias(table, 5, 9, 128, False)
+    bias = kernels.relative_bias(table, 5, 9, 128, False)
+    bias.sum().backward()
+    assert torch.equal(bias, seen)
+    assert table.grad is not None and table.grad.sum() == bias.numel()
+    assert bias.shape == (1, 2, 5, 9)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_segment_mask_says_who_sees_whom(causal: bool) -> None:
+    queries, keys = torch.tensor([[1, 1, 2, 3, 0], [0, 0, 0, 0, 0]]), torch.tensor([[1, 2, 2, 3, 0], [1, 1, 0, 0, 0]])
+    mask = kernels.segment_mask(queries, keys, causal)
+    assert mask.shape == (2, 1, 5, 5)
+    for row in range(2):
+        for q in range(5):
+            for k in range(5):
+                same = queries[row, q] == keys[row, k] != 0
+                assert mask[row, 0, q, k] == (same and (k <= q or not causal))
+
+
+def test_segment_mask_of_other_lengths() -> None:
+    mask = kernels.segment_mask(torch.tensor([[1, 2]]), torch.tensor([[1, 1, 2, 0]]), causal=False)
+    assert mask[0, 0].tolist() == [[True, True, False, False], [False, False, True, False]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attention_matches_torch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 4).to(dtype).requires_grad_() for n in (5, 7, 7))
+    table = torch.randn(1, 3, 5, 7).to(dtype).requires_grad_()
+    mask = torch.rand(2, 1, 5, 7) < 0.6
+    mask[..., 0] = True
+    bias = kernels.additive(mask, table, dtype)
+    ours = kernels.attention(q, k, v, bias, 0.0)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, table)]
+    theirs = F.scaled_dot_product_attention(*exact[:3], attn_mask=exact[3].masked_fill(~mask, -math.inf), scale=1.0)
+    off = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert ours.dtype == dtype
+    assert (ours - theirs).norm() < off * theirs.norm()
+    upstream = torch.randn(theirs.shape).to(dtype)
+    for a, b in zip(
+        torch.autograd.grad(ours, (q, k, v, table), upstream),
+        torch.autograd.grad(theirs, exact, upstream.double()),
+        strict=True,
+    ):
+        assert (a - b).norm() < off * b.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_attention_with_nothing_to_look_at_stays_finite(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, k, v = ((torch.randn(1, 2, 4, 4) * 3).to(dtype).requires_grad_() for _ in range(3))
+    out = kernels.attention(q, k, v, kernels.additive(torch.zeros(1, 1, 4, 4, dtype=torch.bool), None, dtype), 0.0)
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_attention_drops_weights_not_values() -> None:
+    torch.manual_seed(0)
+    q, k = torch.zeros(2, 1, 1, 3, 4)
+    v = torch.eye(3, 4)[None, None]
+    out = kernels.attention(q, k, v, torch.zeros(1, 1, 3, 3), 0.5)
+    # Equal weights of a third over unit values: an entry shows its own weight, dropped or doubled.
+    shown = {round(x, 4) for x in out[..., :3].flatten().tolist()}
+    assert shown == {0.0, 0.6667}
