@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_LAZY = {"Config": "t2t.config", "InputError": "t2t.errors", "load": "t2t.generate", "train": "t2t.train.run"}
+_LAZY = {"Config": "t2t.config", "InputError": "t2t.errors", "load": "t2t.generate"}
 __all__ = ["Config", "InputError", "load", "train"]
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "train":
+        return import_module("t2t.train")  # callable, see there
     if name not in _LAZY:
         raise AttributeError(f"module 't2t' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

@@ -105,7 +105,9 @@ class Optim:
 
     name: Literal["adamw", "adafactor"] = opt("adamw", "optimizer")
     lr: float | None = opt(None, "peak learning rate; unset: the default of the optimizer and model family")
-    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = opt("linear", "course of the rate after warm-up")
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = opt(
+        "linear", "course of the rate after warm-up"
+    )
     warmup: float = opt(0.0, "warm-up: steps, or a share of all steps when below 1")
     weight_decay: float = opt(0.0, "decoupled decay; never of norms, biases and relative-bias tables")
     clip: float = opt(1.0, "largest global gradient norm; 0: no clipping")
@@ -244,7 +246,9 @@ def find_recipe(path: str | Path) -> Path:
     if packaged.is_file() and Path(path).name in (packaged.stem, packaged.name):
         return packaged
     names = sorted(p.stem for p in packaged.parent.glob("*.toml"))
-    raise InputError(f"{path}: no such config file, nor a recipe{did_you_mean(str(path), names)}; recipes: {', '.join(names)}")
+    raise InputError(
+        f"{path}: no such config file, nor a recipe{did_you_mean(str(path), names)}; recipes: {', '.join(names)}"
+    )
 
 
 def to_toml(config: Config) -> str:
@@ -310,7 +314,7 @@ def _convert(raw: Any, kind: Any, where: str, text: bool) -> Any:
     """One value as its field's type; ``text`` says that it comes from a command line."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        if raw is None or (text and raw in ("none", "")) and type(None) in args:
+        if text and raw in ("none", "") and type(None) in args:
             return None
         errors = []
         for option in args:
@@ -344,7 +348,7 @@ def _convert(raw: Any, kind: Any, where: str, text: bool) -> Any:
         raise InputError(f"{where}: expected {_NUMBER[kind]}, got {raw!r}")
     try:
         number = kind(raw)
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):  # of words, of a TOML date, of inf as a whole number
         raise InputError(f"{where}: expected {_NUMBER[kind]}, got {raw!r}") from None
     if kind is int and number != raw and not text:
         raise InputError(f"{where}: expected {_NUMBER[kind]}, got {raw!r}")
@@ -354,9 +358,11 @@ def _convert(raw: Any, kind: Any, where: str, text: bool) -> Any:
 
 
 _NUMBER = {int: "a whole number", float: "a number"}
+_FIGURES = {"rouge": ("rouge1", "rouge2", "rougeL")}  # metrics that give figures of other names
 
 # key → (test, what is right); each is checked on the value alone.
 _RANGES: dict[str, tuple[Any, str]] = {
+    "run.seed": (lambda v: 0 <= v < 2**63, "0 or more and below 2**63"),
     "run.threads": (lambda v: v >= 0, "0 or more"),
     "model.dropout": (lambda v: v is None or 0 <= v < 1, "at least 0 and below 1"),
     "data.validation_split": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
@@ -417,8 +423,10 @@ def _validate(config: Config, origin: Mapping[str, str]) -> None:
         fail("optim.relative_step", 'needs optim.name = "adafactor"')
     if values["optim.relative_step"] and values["optim.lr"] is not None:
         fail("optim.lr", "is unused under optim.relative_step; leave one of them out")
-    if values["train.best"] != "loss" and values["train.best"] not in values["train.metrics"]:
-        fail("train.best", f"{values['train.best']!r} is not computed: use loss, or add it to train.metrics")
+    figures = ["loss", *(figure for metric in values["train.metrics"] for figure in _FIGURES.get(metric, (metric,)))]
+    # A function by import path names its figures itself.
+    if values["train.best"] not in figures and not any(":" in metric for metric in values["train.metrics"]):
+        fail("train.best", f"{values['train.best']!r} is not computed, of train.metrics come: {', '.join(figures)}")
     for name in values["track.to"]:
         if name not in ("tensorboard", "wandb", "trackio"):
             fail("track.to", f"no tracker {name!r}{did_you_mean(name, ('tensorboard', 'wandb', 'trackio'))}")

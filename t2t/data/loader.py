@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -37,7 +39,9 @@ class Splits:
 def read_examples(patterns: Sequence[str], key: str, data: Data, limit: int) -> tuple[list[Example], list[str]]:
     """The examples of files, at most ``limit`` of them (0: all), and a line on bad ones."""
     task = Task.from_config(data)
-    reader = Reader(resolve(patterns, key), data.format, data.on_bad_line, data.max_bad_lines, (data.source, data.target))
+    reader = Reader(
+        resolve(patterns, key), data.format, data.on_bad_line, data.max_bad_lines, (data.source, data.target)
+    )
     examples = list(islice(task.examples(reader), limit or None))
     bad = [f"{key}: {reader.bad_count} bad lines skipped, the first: {reader.bad[0]}"] if reader.bad_count else []
     return examples, bad
@@ -61,15 +65,15 @@ def read_splits(data: Data, tokenizer: Tokenizer, seed: int) -> Splits:
         shuffled = order.permuted(np.arange(len(train)), len(train), order.key(seed, "split"))
         validation = [train[i] for i in np.sort(shuffled[:held])][: data.max_validation_samples or None]
         train = [train[i] for i in np.sort(shuffled[held:])]
-    tables = []
+    tables = {}
     for key, examples in (("training", train), ("validation", validation)):
         table = tokenize(examples, tokenizer, data.max_source_length, data.max_target_length)
         for side, cut in (("source", table.cut_sources), ("target", table.cut_targets)):
             if cut:
                 limit = f"data.max_{side}_length = {getattr(data, f'max_{side}_length')}"
                 notes.append(f"{key}: {cut:,} {side}s ({cut / len(table):.1%}) cut at {limit}")
-        tables.append(table)
-    return Splits(*tables, validation, tuple(notes))
+        tables[key] = table
+    return Splits(tables["training"], tables["validation"], validation, tuple(notes))
 
 
 class Loader:
@@ -111,7 +115,9 @@ class Loader:
         for i in index:
             rng = None if self.objective == "seq2seq" else np.random.default_rng(order.key(self.seed, epoch, int(i)))
             source, target = make(self.pairs.source[i], self.pairs.target[i], rng)  # type: ignore[arg-type]
-            sources.append(source[: self.shape.source_row])
+            if len(source) > self.shape.source_row:  # noise may lengthen it; the end token stays
+                source = np.append(source[: self.shape.source_row - 1], source[-1:])
+            sources.append(source)
             targets.append(target)
         lengths = np.array([len(s) for s in sources]), np.array([len(t) for t in targets])
         rows = pack(*lengths, self.shape.source_row, self.shape.target_row)
@@ -119,11 +125,13 @@ class Loader:
         if self.static:
             groups[-1] += [[]] * (self.micro_rows - len(groups[-1]))
         return [
-            collate(sources, targets, index, g, self.shape.source_row, self.shape.target_row, self.start_id, self.pad_id)
+            collate(
+                sources, targets, index, g, self.shape.source_row, self.shape.target_row, self.start_id, self.pad_id
+            )
             for g in groups
         ]
 
-    def steps(self, start: int, stop: int, readers: int = 0) -> Iterator[list[Batch]]:
+    def steps(self, start: int, stop: int, readers: int = 0) -> Generator[list[Batch], None, None]:
         """Steps ``start`` to ``stop``, the next ones made in the background: by a thread, or by reader processes."""
         if readers:
             context = multiprocessing.get_context("forkserver")
@@ -132,14 +140,13 @@ class Loader:
         else:
             pool, make = ThreadPoolExecutor(1), self.step
         ahead: deque[Future[list[Batch]]] = deque()
-        with pool:
-            for n in range(start, stop + 2 * readers + 2):
-                if n < stop:
-                    ahead.append(pool.submit(make, n))
-                if n >= start + 2 * readers + 2 or n >= stop:
-                    if not ahead:
-                        return
-                    yield ahead.popleft().result()
+        unmade = iter(range(start, stop))
+        try:
+            for _ in range(start, stop):
+                ahead.extend(pool.submit(make, n) for n in islice(unmade, 2 * readers + 2 - len(ahead)))
+                yield ahead.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 _reader: Loader | None = None  # the loader of a reader process
@@ -148,6 +155,16 @@ _reader: Loader | None = None  # the loader of a reader process
 def _become_reader(loader: Loader) -> None:
     global _reader
     _reader = loader
+    os.setsid()  # a Ctrl-C is for the process that trains: it still needs the step that is being made
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A process that was killed could not stop its readers, who would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _read_step(step: int) -> list[Batch]:
@@ -166,9 +183,7 @@ def step_examples(count: int, batch: int, step: int, seed: int, shuffle: bool = 
     return order.permuted(positions, count, order.key(seed, epoch)) if shuffle else positions
 
 
-def pick_shape(
-    pairs: Pairs, data: Data, batch: int, cost: Callable[[int, int], float], seed: int, micro_rows: int = 1
-) -> RowShape:
+def pick_shape(pairs: Pairs, data: Data, batch: int, cost: Callable[[int, int], float], seed: int) -> RowShape:
     """Row lengths for a run: the given ones, or those that sampled steps cost least at."""
     source, target = pairs.source.lengths, pairs.target.lengths
     if data.objective == "character_noise":

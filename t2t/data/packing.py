@@ -53,7 +53,7 @@ def pack(source: np.ndarray, target: np.ndarray, source_row: int, target_row: in
     if not len(source):
         return []
     a, b = source / source_row, target / target_row
-    assert a.max() <= 1 and b.max() <= 1, "an example is longer than its row"
+    assert max(a.max(), b.max()) <= 1, "an example is longer than its row"
     least = max(math.ceil(a.sum() - 1e-9), math.ceil(b.sum() - 1e-9))
     order = np.argsort(-(np.maximum(a, b) + 0.1 * (a + b)), kind="stable").tolist()
     best = _place(a.tolist(), b.tolist(), order, len(a), _tightest)
@@ -99,7 +99,7 @@ def _place(a: list[float], b: list[float], order: list[int], most: int, score: S
 def collate(
     sources: Sequence[np.ndarray],
     targets: Sequence[np.ndarray],
-    ids: Sequence[int],
+    ids: Sequence[int] | np.ndarray,
     rows: Sequence[Sequence[int]],
     source_row: int,
     target_row: int,

@@ -81,10 +81,10 @@ class HuggingFace:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self.inner(list(texts), add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[no-any-return]
+        return self.inner(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.inner.decode(ids, skip_special_tokens=True)  # type: ignore[no-any-return]
+        return self.inner.decode(ids, skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(folder)
@@ -142,7 +142,7 @@ class Ragged:
         self.ids, self.offsets = ids, offsets
 
     @classmethod
-    def of(cls, sequences: Iterable[Sequence[int]], vocab_size: int) -> Ragged:
+    def of(cls, sequences: Iterable[Sequence[int] | np.ndarray], vocab_size: int) -> Ragged:
         """Gather sequences, each id in two bytes where the vocabulary allows."""
         dtype = np.uint16 if vocab_size <= 65536 else np.uint32
         parts = [np.asarray(s, dtype=dtype) for s in sequences]

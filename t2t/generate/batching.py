@@ -1,4 +1,4 @@
-"""From source texts to target texts: windows of a stream, batches of like lengths, results in the order of the input."""
+"""From source texts to target texts: windows of a stream, batches of like lengths, results in the order of input."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def beam(
         cache = model.start(source_ids, source_segments, max_length, copies=beams)
         for _ in _steps(cache, max_length, done):
             last = running.index_select(2, cache.position).flatten()
-            log_probs = model.decode(last, cache).float().log_softmax(-1).view(rows, beams, -1)
+            log_probs = model.decode(last, cache).float().log_softmax(-1).unflatten(0, (rows, beams))
             length = cache.position
             penalty = length.float() ** length_penalty
 

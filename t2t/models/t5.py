@@ -2,7 +2,7 @@
 
 Parameters carry the names and shapes of `transformers`. Rows are packed: a segment attends to itself alone.
 
-Shapes: R rows (or sequences), S source slots, T target slots, D model width, H heads, C channels of a head.
+Shapes: R rows (or sequences), S source slots, T target slots, D model width, H heads, C channels of a head, K beams.
 """
 
 from __future__ import annotations
@@ -210,9 +210,7 @@ class Block(nn.Module):
         if memory_bias is not None:
             normed = self.layer[1].layer_norm(x)
             keys_values = cache.memory if cache is not None else self.cross.keys_values(memory)
-            # In decoding, the beams of a row are so many queries of its one memory.
-            grouped = normed.view(len(memory_bias), -1, normed.shape[-1])
-            x = x + kernels.dropout(self.cross(grouped, keys_values, memory_bias, rate).view_as(x), rate)
+            x = x + kernels.dropout(self.cross(normed, keys_values, memory_bias, rate), rate)
         return x + kernels.dropout(ff.DenseReluDense(ff.layer_norm(x), rate), rate)
 
 
@@ -247,41 +245,51 @@ class Stack(nn.Module):
 
 
 class LayerCache:
-    """Keys and values of one decoder layer in preallocated buffers [R, H, T, C], and those of the memory."""
+    """Keys and values of one decoder layer in preallocated buffers [R, H, T, K, C], and those of the memory."""
 
     def __init__(self, keys: Tensor, values: Tensor, memory: tuple[Tensor, Tensor], position: Tensor) -> None:
         self.keys, self.values, self.memory, self.position = keys, values, memory, position
         self.slots = keys.shape[2]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self.position, keys)
-        self.values.index_copy_(2, self.position, values)
-        return self.used()
-
-    def used(self) -> tuple[Tensor, Tensor]:
-        return self.keys[:, :, : self.slots], self.values[:, :, : self.slots]
+        """Take in those of one token a beam [R, H, K, C]; give all in use [R, H, slots * K, C]."""
+        self.keys.index_copy_(2, self.position, keys[:, :, None])
+        self.values.index_copy_(2, self.position, values[:, :, None])
+        return self.keys[:, :, : self.slots].flatten(2, 3), self.values[:, :, : self.slots].flatten(2, 3)
 
 
 class Cache:
-    """What decoding remembers: every layer's keys and values, the biases of every position, where we are."""
+    """What decoding remembers: every layer's keys and values, the biases of every position, where we are.
 
-    def __init__(self, layers: list[LayerCache], biases: list[Tensor], memory_bias: Tensor, position: Tensor) -> None:
+    A row's K beams share its buffers, and nothing in them ever moves: ``ancestors`` [R, K, T] says in which beam's
+    place a beam finds its own token of each position.
+    """
+
+    def __init__(
+        self, layers: list[LayerCache], biases: list[Tensor], memory_bias: Tensor, position: Tensor, copies: int
+    ) -> None:
         self.layers, self.biases, self.memory_bias, self.position = layers, biases, memory_bias, position
+        self.beams = torch.arange(copies, device=position.device)
+        self.places = torch.arange(layers[0].slots, device=position.device)
+        self.ancestors = self.beams[:, None].expand(len(memory_bias), -1, len(self.places)).clone()
 
     def use(self, slots: int) -> None:
         """Compute with the first ``slots`` positions alone: they must hold all tokens until this is called again."""
         for layer in self.layers:
             layer.slots = slots
 
-    def present_biases(self) -> list[Tensor]:
-        """What each table adds to the scores of the present position against those in use, [1, H, 1, slots]."""
-        return [bias.index_select(2, self.position)[..., : self.layers[0].slots] for bias in self.biases]
+    def reorder(self, sequences: Tensor) -> None:
+        """Let sequence i of R * K go on from what ``sequences[i]`` has decoded, another beam of the same row."""
+        parents = sequences.view(-1, len(self.beams), 1) % len(self.beams)
+        inherited = self.ancestors.gather(1, parents.expand_as(self.ancestors))
+        self.ancestors.copy_(torch.where(self.places < self.position, inherited, self.beams[:, None]))
 
-    def reorder(self, rows: Tensor) -> None:
-        """Let row i go on from what row ``rows[i]`` has decoded (beam search; the memory of both is the same)."""
-        for layer in self.layers:
-            for buffer in layer.used():
-                buffer.copy_(buffer.index_select(0, rows))
+    def present_biases(self) -> list[Tensor]:
+        """What each table adds to the scores of the present position [R, H, K, slots * K], its own tokens alone."""
+        slots, copies = self.layers[0].slots, len(self.beams)
+        own = (self.ancestors[:, :, :slots, None] == self.beams).flatten(2)[:, None]
+        rows = (bias.index_select(2, self.position)[..., :slots] for bias in self.biases)
+        return [kernels.additive(own, row.repeat_interleave(copies, -1), row.dtype) for row in rows]
 
 
 class T5(nn.Module):
@@ -358,26 +366,27 @@ class T5(nn.Module):
         """Encode and prepare to decode ``length`` tokens, each row ``copies`` times side by side (beams)."""
         c = self.config
         memory = self.encode(source_ids, source_segments)
-        rows = len(memory) * copies
         position = torch.zeros(1, dtype=torch.long, device=memory.device)
         mask = torch.ones(length, length, dtype=torch.bool, device=memory.device).tril()[None, None]
-        tables = [block.attention for block in self.decoder.block if hasattr(block.attention, "relative_attention_bias")]
+        tables = [
+            block.attention for block in self.decoder.block if hasattr(block.attention, "relative_attention_bias")
+        ]
         biases = [kernels.additive(mask, t.bias(length, length, bidirectional=False), memory.dtype) for t in tables]
         hidden = kernels.additive((source_segments != 0)[:, None, None], None, memory.dtype)
         layers = []
         for block in self.decoder.block:
-            empty = memory.new_zeros(rows, c.num_heads, length, c.d_kv)
             keys, values = (x.contiguous() for x in block.cross.keys_values(memory))
+            empty = memory.new_zeros(len(memory), c.num_heads, length, copies, c.d_kv)
             layers.append(LayerCache(empty, empty.clone(), (keys, values), position))
-        return Cache(layers, biases, hidden, position)
+        return Cache(layers, biases, hidden, position, copies)
 
     def decode(self, token_ids: Tensor, cache: Cache) -> Tensor:
-        """Logits [R, V] after one more token a row; the cache moves on by one position."""
-        x = self.shared(token_ids[:, None])
+        """Logits [R * K, V] after one more token a sequence [R * K]; the cache moves on by one position."""
+        # The beams of a row are so many queries of its one memory and its one cache.
+        x = self.shared(token_ids.view(-1, len(cache.beams)))
         biases = cache.present_biases()
         for i, block in enumerate(self.decoder.block):
             bias = biases[i if self.config.bias_everywhere else 0]
             x = block(x, bias, None, cache.memory_bias, cache.layers[i])
         cache.position += 1
-        hidden = self._scaled(self.decoder.final_layer_norm(x)[:, 0])
-        return F.linear(hidden, self.head)
+        return F.linear(self._scaled(self.decoder.final_layer_norm(x)), self.head).flatten(0, 1)

@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
 
-from t2t import metrics
+from t2t import device as devices
+from t2t import generate, metrics
 from t2t.checkpoint.store import atomic_write
-from t2t.config import Generate
-from t2t.data.loader import Loader
+from t2t.config import Config, Data, Generate, load
+from t2t.data.loader import Loader, pick_shape, read_examples
 from t2t.data.tasks import Example
-from t2t.data.tokens import Tokenizer
+from t2t.data.tokens import Tokenizer, tokenize
 from t2t.generate import batching
 from t2t.models.t5 import T5
 from t2t.train.step import batch_loss
 
+METRICS = ("bleu", "chrf", "rouge", "exact_match", "wer", "cer", "word_accuracy")
+
+
+class Stopped(Exception):
+    """An evaluation was given up on its way, as its ``stopped`` asked."""
+
+
+def _never() -> bool:
+    return False
+
 
 @torch.no_grad()
-def loss(model: T5, loader: Loader) -> dict[str, float]:
+def loss(model: T5, loader: Loader, stopped: Callable[[], bool] = _never) -> dict[str, float]:
     """Mean loss over the target tokens of all examples."""
     training = model.training
     model.eval()
     total, count = 0.0, 0
-    for batches in loader.steps(0, loader.steps_per_epoch):
-        for batch in batches:
+    try:
+        for batch in chain.from_iterable(loader.steps(0, loader.steps_per_epoch)):
+            if stopped():
+                raise Stopped
             total += float(batch_loss(model, batch)[0])
             count += batch.target_tokens
-    model.train(training)
+    finally:
+        model.train(training)
     return {"loss": total / count}
 
 
@@ -42,6 +59,7 @@ def score(
     max_source_length: int,
     max_length: int,
     file: Path | None = None,
+    stopped: Callable[[], bool] = _never,
 ) -> dict[str, float]:
     """Text metrics of generated output against the targets; predictions go to ``file`` beside their references."""
     measures = metrics.build(names)
@@ -49,6 +67,8 @@ def score(
     sources = (example.source for example in examples)
     outputs = batching.texts(model, tokenizer, sources, settings, max_source_length, settings.max_length or max_length)
     for example, prediction in zip(examples, outputs, strict=True):
+        if stopped():
+            raise Stopped
         for measure in measures:
             measure.add(prediction, example.target)
         row = {"where": example.where, "source": example.source, "prediction": prediction, "reference": example.target}
@@ -56,3 +76,41 @@ def score(
     if file is not None:
         atomic_write(file, "".join(rows))
     return {name: figure for measure in measures for name, figure in measure.result().items()}
+
+
+def evaluate(
+    model: str,
+    files: Sequence[str],
+    names: Sequence[str] = METRICS,
+    overrides: Mapping[str, str | list[str]] | None = None,
+    output: Path | None = None,
+) -> dict[str, float]:
+    """Loss and text metrics of a model folder on files, with the prefix, lengths and transforms it was trained with.
+
+    ``overrides`` are config keys as on the command line: ``{"data.source": "article", "generate.beams": "4"}``.
+    """
+    loaded = generate.load(model, load(None, overrides).run.device)
+    own = loaded.settings
+    travelled = Config(
+        data=Data(
+            prefix=own.prefix,
+            max_source_length=own.max_source_length,
+            max_target_length=own.max_target_length,
+            source_transforms=own.source_transforms,
+        ),
+        generate=own.generate,
+    )
+    config = load(None, overrides, base=travelled)
+    data = config.data
+    devices.use_threads(config.run.threads)
+    metrics.build(names)
+    examples, notes = read_examples(files, "data", data, data.max_validation_samples)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    pairs = tokenize(examples, loaded.tokenizer, data.max_source_length, data.max_target_length)
+    shape = pick_shape(pairs, data, config.generate.batch, loaded.model.row_cost, config.run.seed)
+    ids = loaded.model.config
+    loader = Loader(pairs, config.generate.batch, shape, math.ceil(shape.rows_per_step), 0, ids.start_id, ids.pad_id, shuffle=False, static=False)  # fmt: skip
+    figures = loss(loaded.model, loader)
+    lengths = data.max_source_length, data.max_target_length
+    return figures | score(names, loaded.model, loaded.tokenizer, examples, config.generate, *lengths, output)

@@ -12,7 +12,9 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ from t2t.checkpoint import store
 from t2t.config import Config, flat, load, to_toml
 from t2t.data import tokens
 from t2t.data.loader import Loader, Splits, pick_shape, read_splits
-from t2t.data.tokens import Tokenizer
+from t2t.data.packing import Batch, RowShape
+from t2t.data.tokens import Pairs, Tokenizer
 from t2t.errors import InputError, did_you_mean
 from t2t.generate import Settings, save_settings
 from t2t.models import load as models
@@ -35,14 +38,16 @@ from t2t.optim.build import Optimizer, default_lr, schedule, state_bytes
 from t2t.terminal import Progress, human_bytes, human_count, table
 from t2t.train import evaluate, trackers
 from t2t.train.signals import StopRequest
-from t2t.train.step import Diverged, train_step
+from t2t.train.step import Diverged, StepResult, train_step
 
-MICRO_TOKENS = {"cpu": 4096}  # slots in a micro-batch when train.micro_rows is "auto"
-MICRO_TOKENS_ACCELERATOR = 65536
+MICRO_SLOTS = {True: 4096, False: 131072}  # in a micro-batch on a CPU and elsewhere, when train.micro_rows is "auto"
 # Keys that may differ between a run and its resumption: where, how fast and what is told, never what is learned.
 # The data's files may move; their content is checked by its fingerprint.
-FREE_KEYS = """run.dir run.name run.device run.threads data.train data.validation data.readers train.stop_at train.micro_rows
-    train.log_every train.evaluate_every train.metrics checkpoint.* generate.* track.*""".split()
+FREE_KEYS = (
+    *("run.dir", "run.name", "run.device", "run.threads", "data.train", "data.validation", "data.readers"),
+    *("train.stop_at", "train.micro_rows", "train.log_every", "train.evaluate_every", "train.metrics"),
+    *("checkpoint.*", "generate.*", "track.*"),
+)
 
 
 class Interrupted(Exception):
@@ -50,8 +55,41 @@ class Interrupted(Exception):
 
 
 @dataclass
+class Window:
+    """Sums since the last log line, over training alone: neither evaluations nor checkpoints slow its tokens/s.
+
+    >>> window = Window()
+    >>> window.add(StepResult(loss=2.0, grad_norm=1.0, lr=0.1, tokens=30, target_tokens=10), seconds=0.5)
+    >>> window.add(StepResult(loss=1.0, grad_norm=0.5, lr=0.1, tokens=90, target_tokens=30), seconds=0.5)
+    >>> window.figures()
+    {'loss': 1.25, 'tokens': 120, 'tokens_per_s': 120.0, 'lr': 0.1, 'grad_norm': 0.5}
+    """
+
+    loss: float = 0.0
+    targets: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    lr: float = 0.0
+    grad_norm: float = 0.0
+
+    def add(self, result: StepResult, seconds: float) -> None:
+        """Count one step in."""
+        self.loss += result.loss * result.target_tokens
+        self.targets += result.target_tokens
+        self.tokens += result.tokens
+        self.seconds += seconds
+        self.lr, self.grad_norm = result.lr, result.grad_norm
+
+    def figures(self) -> dict[str, float]:
+        """Mean loss and speed of the steps so far, rate and gradient norm of the last."""
+        speed = self.tokens / self.seconds
+        means = {"loss": self.loss / self.targets, "tokens": self.tokens, "tokens_per_s": speed}
+        return {**means, "lr": self.lr, "grad_norm": self.grad_norm}
+
+
+@dataclass
 class Run:
-    """The parts of a run, built."""
+    """The parts of a run, built, and where it stands."""
 
     config: Config
     folder: Path
@@ -66,8 +104,22 @@ class Run:
     total_steps: int
     report: Callable[[str], None]
     step: int = 0
+    window: Window = dataclasses.field(default_factory=Window)
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)  # the newest that were logged
     best: dict[str, float] = dataclasses.field(default_factory=dict)  # {"step", "value"} of the best evaluation
     stale: int = 0  # evaluations since the best one
+    owes: bool = False  # a signal came before what was due after this step was logged and evaluated
+
+    @property
+    def last(self) -> int:
+        """The step to end at, unless patience ends it earlier."""
+        return min(self.total_steps, self.config.train.stop_at or self.total_steps)
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing left to train."""
+        patience = self.config.train.patience
+        return self.step >= self.last or 0 < patience <= self.stale
 
 
 def train(config: Config, report: Callable[[str], None] = print) -> dict[str, float]:
@@ -77,15 +129,17 @@ def train(config: Config, report: Callable[[str], None] = print) -> dict[str, fl
     Traceback (most recent call last):
     t2t.errors.InputError: model.path: no such folder: no-model/here/x
     """
-    if not config.model.path and not config.model.config:
-        raise InputError("model.path: no model given, as --model.path google-t5/t5-small, or asset:byt5-ro")
-    metrics.build(config.train.metrics)  # a misspelt name should not wait for the first evaluation
     folder = config.run_dir
-    models.find(config.model.path) if config.model.path else models.read_config(Path(config.model.config))
-    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "lock").is_file():  # what would refuse a run in this folder need not wait for the data
+        with store.RunLock(folder):
+            _check_folder(config)
+    run = build(config, report)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"run.dir: {folder}: {error.strerror}") from None
     with store.RunLock(folder):
-        _check_same_config(config, folder)
-        run = build(config, report)
+        _check_folder(config)
         _resume(run)
         store.atomic_write(folder / "config.toml", to_toml(config))
         report(summary(run))
@@ -94,6 +148,11 @@ def train(config: Config, report: Callable[[str], None] = print) -> dict[str, fl
 
 def build(config: Config, report: Callable[[str], None] = print) -> Run:
     """Load or make every part of a run; nothing is written."""
+    if not config.model.path and not config.model.config:
+        raise InputError("model.path: no model given, as --model.path google-t5/t5-small, or asset:byt5-ro")
+    # What is misspelt should neither wait for the data nor for the first evaluation.
+    metrics.build(config.train.metrics)
+    models.find(config.model.path) if config.model.path else models.read_config(Path(config.model.config))
     device = devices.resolve(config.run.device)
     devices.use_threads(config.run.threads)
     dtype = devices.compute_dtype(config.train.precision, device)
@@ -109,22 +168,12 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     if config.train.gradient_checkpointing:
         for block in [*model.encoder.block, *model.decoder.block]:
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
-    shape = pick_shape(splits.train, config.data, config.train.batch, model.row_cost, config.run.seed)
-    given = config.train.micro_rows
-    slots = MICRO_TOKENS.get(device.type, MICRO_TOKENS_ACCELERATOR)
-    micro_rows = given if given != "auto" else max(1, slots // (shape.source_row + shape.target_row))
-    ids = {"start_id": model.config.start_id, "pad_id": model.config.pad_id}
-    static = devices.static_shapes(device)
-    loader = Loader(
-        splits.train, config.train.batch, shape, micro_rows, config.run.seed, **ids, objective=config.data.objective, static=static
-    )
+    loader = _loader(config, model, device, splits.train, shuffle=True)
     validation = None
     if len(splits.validation):
-        held_shape = pick_shape(splits.validation, config.data, config.train.batch, model.row_cost, config.run.seed)
-        validation = Loader(
-            splits.validation, config.train.batch, held_shape, micro_rows, config.run.seed, **ids,
-            objective=config.data.objective, static=static, shuffle=False,
-        )  # fmt: skip
+        validation = _loader(config, model, device, splits.validation, shuffle=False)
+    else:
+        _check_nothing_evaluated(config)
     total = config.train.steps or max(1, math.ceil(config.train.epochs * loader.steps_per_epoch))
     lr = config.optim.lr
     if lr is None:
@@ -134,6 +183,37 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     return Run(
         config, config.run_dir, device, tokenizer, model, raw, splits, loader, validation, optimizer, total, report
     )
+
+
+def _loader(config: Config, model: T5, device: torch.device, pairs: Pairs, shuffle: bool) -> Loader:
+    shape = pick_shape(pairs, config.data, config.train.batch, model.row_cost, config.run.seed)
+    given = config.train.micro_rows
+    return Loader(
+        pairs,
+        config.train.batch,
+        shape,
+        _auto_micro_rows(shape, device) if given == "auto" else given,
+        config.run.seed,
+        start_id=model.config.start_id,
+        pad_id=model.config.pad_id,
+        objective=config.data.objective,
+        static=devices.static_shapes(device),
+        shuffle=shuffle,
+    )
+
+
+def _check_nothing_evaluated(config: Config) -> None:
+    for key in ("evaluate_every", "metrics", "patience"):
+        if getattr(config.train, key):
+            reason = "needs examples to evaluate on: give data.validation or data.validation_split"
+            raise InputError(f"train.{key}: {reason}")
+
+
+def _auto_micro_rows(shape: RowShape, device: torch.device) -> int:
+    """As many rows as the device likes at once, in even parts of a step with a little room, so that few stay empty."""
+    most = max(1, MICRO_SLOTS[device.type == "cpu"] // (shape.source_row + shape.target_row))
+    rows = 1.03 * shape.rows_per_step + 1
+    return math.ceil(rows / math.ceil(rows / most))
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
@@ -167,13 +247,15 @@ def summary(run: Run) -> str:
     dtype = str(run.model.head.dtype).removeprefix("torch.")
     memory = weights + state_bytes(parameters, config.optim) + activation_bytes(run)
     have = devices.total_memory(run.device)
+    fills = f"{shape.source_fill:.2f} / {shape.target_fill:.2f}"
+    epochs, micro_rows = run.total_steps / run.loader.steps_per_epoch, run.loader.micro_rows
     rows = [
         ("model", f"{config.model.path or config.model.config} ({run.raw['model_type']}, {dtype})"),
         ("parameters", f"{human_count(count)}, {human_count(trained)} trained, {human_bytes(weights)}"),
         ("data", f"{len(run.splits.train):,} examples, {len(run.splits.validation):,} held out"),
-        ("rows", f"{shape.source_row} + {shape.target_row} slots, filled {shape.source_fill:.2f} / {shape.target_fill:.2f}"),
-        ("batch", f"{per_step:,} examples, about {per_step * lengths:,.0f} tokens, {run.loader.micro_rows} rows at once"),
-        ("steps", f"{run.total_steps:,} ({run.total_steps / run.loader.steps_per_epoch:.2f} epochs), at step {run.step:,}"),
+        ("rows", f"{shape.source_row} + {shape.target_row} slots, filled {fills}"),
+        ("batch", f"{per_step:,} examples, about {per_step * lengths:,.0f} tokens, {micro_rows} rows at once"),
+        ("steps", f"{run.total_steps:,} ({epochs:.2f} epochs), at step {run.step:,}"),
         ("optimizer", f"{config.optim.name}, {config.optim.schedule}, peak rate {run.optimizer.lr:g}"),
         ("device", devices.describe(run.device)),
         ("memory", f"about {human_bytes(memory)}" + (f" of {human_bytes(have)}" if have else "")),
@@ -199,78 +281,97 @@ def activation_bytes(run: Run) -> int:
 
 def _loop(run: Run) -> dict[str, float]:
     config = run.config
-    last = min(run.total_steps, config.train.stop_at or run.total_steps)
-    tracker = trackers.build(config, run.folder, run.step)
-    figures: dict[str, float] = {}
-    window = _Window()
-    with StopRequest() as stop, Progress(run.total_steps, "train", start=run.step) as progress:
-        for batches in run.loader.steps(run.step, last, config.data.readers):
-            try:
-                result = train_step(
-                    run.model, run.optimizer, batches, run.step, config.run.seed, config.optim.clip, config.train.label_smoothing
-                )  # fmt: skip
-            except Diverged as error:
-                _write_crash(run, error)
-                raise
+    if run.ended and not run.owes:
+        run.report(f"step {run.step:,}: nothing left to train")
+    with (
+        StopRequest() as stop,
+        closing(trackers.build(config, run.folder, run.step - run.owes)) as tracker,
+        Progress(run.total_steps, "train", start=run.step) as progress,
+        closing(_steps(run, stop)) as steps,
+    ):
+        if run.owes:
+            _conclude(run, stop, tracker, progress)
+        for result, seconds in steps:
             run.step += 1
-            window.add(result.loss, result.target_tokens, result.tokens)
-            ended = run.step == last or bool(stop.requested)
-            if run.step % config.train.log_every == 0 or ended:
-                figures = {**window.figures(), "lr": result.lr, "grad_norm": result.grad_norm}
-                tracker.log(run.step, figures)
-                progress.update(run.step, loss=figures["loss"], **{"tokens/s": figures["tokens_per_s"]})
-                window = _Window()
-            if run.validation and not stop.requested and _due(run.step, config.train.evaluate_every, last):
-                held_out = _evaluate(run)
-                tracker.log(run.step, {f"validation_{k}": v for k, v in held_out.items()})
-                figures |= {f"validation_{k}": v for k, v in held_out.items()}
-                progress.line("  ".join([f"step {run.step}: held out:", *(f"{k} {v:.4f}" for k, v in held_out.items())]))
-                ended = ended or bool(config.train.patience and run.stale >= config.train.patience)
-            if ended or run.best.get("step") == run.step or _due(run.step, config.checkpoint.every, last):
+            run.window.add(result, seconds)
+            seen = run.window.figures()
+            progress.update(run.step, loss=seen["loss"], **{"tokens/s": seen["tokens_per_s"]})
+            _conclude(run, stop, tracker, progress)
+            if run.ended or run.best.get("step") == run.step or _due(run.step, config.checkpoint.every, run.last):
                 _save(run)
-            if ended:
-                break
-    tracker.close()
     if stop.requested:
+        _save(run)
         raise Interrupted(f"{stop.requested}: saved at step {run.step}; the same command goes on from there")
     export(run)
-    return figures
+    return run.figures
 
 
-class _Window:
-    """Figures since the last log line."""
+def _steps(run: Run, stop: StopRequest) -> Generator[tuple[StepResult, float], None, None]:
+    """Every step that is left, made when it is asked for, and the seconds it took."""
+    config = run.config
+    with closing(run.loader.steps(run.step, run.last, config.data.readers)) as steps:
+        while not (run.ended or stop.requested):
+            began = time.perf_counter()
+            try:
+                batches = next(steps)
+            except BrokenProcessPool:
+                if stop.requested:  # the signal reached the readers too
+                    return
+                raise
+            yield _step(run, batches), time.perf_counter() - began
 
-    def __init__(self) -> None:
-        self.start, self.loss, self.targets, self.tokens = time.perf_counter(), 0.0, 0, 0
 
-    def add(self, loss: float, targets: int, tokens: int) -> None:
-        self.loss, self.targets, self.tokens = self.loss + loss * targets, self.targets + targets, self.tokens + tokens
+def _step(run: Run, batches: list[Batch]) -> StepResult:
+    config = run.config
+    smoothing = config.train.label_smoothing
+    try:
+        return train_step(run.model, run.optimizer, batches, run.step, config.run.seed, config.optim.clip, smoothing)
+    except Diverged as error:
+        _write_crash(run, error)
+        raise
 
-    def figures(self) -> dict[str, float]:
-        seconds = time.perf_counter() - self.start
-        return {"loss": self.loss / self.targets, "tokens": self.tokens, "tokens_per_s": self.tokens / seconds}
+
+def _conclude(run: Run, stop: StopRequest, tracker: trackers.Tracker, progress: Progress) -> None:
+    """What is due after a step: held-out figures, and one line in the log; a signal puts both off to the resumption."""
+    config = run.config
+    figures: dict[str, float] = {}
+    run.owes = False
+    if run.validation and _due(run.step, config.train.evaluate_every, run.last):
+        try:
+            held_out = _evaluate(run, lambda: bool(stop.requested))
+        except evaluate.Stopped:
+            run.owes = True
+            return
+        progress.line("  ".join([f"step {run.step}: held out:", *(f"{k} {v:.4f}" for k, v in held_out.items())]))
+        figures = {f"validation_{name}": value for name, value in held_out.items()}
+    if run.step % config.train.log_every == 0 or run.ended:
+        figures = {**run.window.figures(), **figures}
+        run.window = Window()
+    if figures:
+        tracker.log(run.step, figures)
+        run.figures |= figures
 
 
 def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _evaluate(run: Run) -> dict[str, float]:
+def _evaluate(run: Run, stopped: Callable[[], bool]) -> dict[str, float]:
     """Held-out figures; keeps track of the best."""
     config = run.config
     assert run.validation is not None
-    figures = evaluate.loss(run.model, run.validation)
+    figures = evaluate.loss(run.model, run.validation, stopped)
     if config.train.metrics:
         file = run.folder / "predictions" / f"step-{run.step:06d}.jsonl"
         file.parent.mkdir(exist_ok=True)
         figures |= evaluate.score(
             config.train.metrics, run.model, run.tokenizer, run.splits.validation_examples, config.generate,
-            config.data.max_source_length, config.data.max_target_length, file,
+            config.data.max_source_length, config.data.max_target_length, file, stopped,
         )  # fmt: skip
     if config.train.best not in figures:
         raise InputError(f"train.best: no figure {config.train.best!r}{did_you_mean(config.train.best, figures)}")
     value = figures[config.train.best]
-    if not run.best or metrics.better(config.train.best, value, run.best["value"]):
+    if math.isfinite(value) and (not run.best or metrics.better(config.train.best, value, run.best["value"])):
         run.best, run.stale = {"step": run.step, "value": value}, 0
     else:
         run.stale += 1
@@ -280,15 +381,19 @@ def _evaluate(run: Run) -> dict[str, float]:
 def _save(run: Run) -> None:
     root = run.folder / "checkpoints"
     frozen = {n: p.detach() for n, p in run.model.named_parameters() if not p.requires_grad}
-    state = {
-        "step": run.step,
-        "data": run.loader.fingerprint,
-        "tokenizer": run.tokenizer.fingerprint,
-        "best": run.best,
-        "stale": run.stale,
-    }
+    kept = {"figures": run.figures, "best": run.best, "stale": run.stale, "owes": run.owes}
+    state = {**_fingerprints(run), "window": dataclasses.asdict(run.window), **kept}
     store.save(root, run.step, {**frozen, **run.optimizer.weights()}, run.optimizer.state(), state)
     store.prune(root, run.config.checkpoint.keep, {int(run.best["step"])} if run.best else set())
+
+
+def _fingerprints(run: Run) -> dict[str, str | None]:
+    """What a resumed run must find unchanged."""
+    return {
+        "training data": run.loader.fingerprint,
+        "validation data": run.validation.fingerprint if run.validation else None,
+        "tokenizer": run.tokenizer.fingerprint,
+    }
 
 
 def _resume(run: Run) -> None:
@@ -296,20 +401,22 @@ def _resume(run: Run) -> None:
     root = run.folder / "checkpoints"
     found = store.newest(root, run.report)
     if found is None:
+        if store.steps(root):
+            raise InputError(f"{root}: every checkpoint is damaged; give another run.dir to start anew")
         return
-    if not run.config.checkpoint.resume:
-        raise InputError(f"{run.folder}: holds a run already; resume it or give another run.dir")
     saved = store.load(found)
-    for name, now in (("data", run.loader.fingerprint), ("tokenizer", run.tokenizer.fingerprint)):
+    for name, now in _fingerprints(run).items():
         if saved.state[name] != now:
             raise InputError(
-                f"{found}: was trained on other {name} (fingerprint {saved.state[name]}, now {now}): "
+                f"{found}: belongs to other {name} (fingerprint {saved.state[name]}, now {now}): "
                 "give the same files and settings, or another run.dir"
             )
     _put_weights(run, saved.model)
     trained = {n for n, p in run.model.named_parameters() if p.requires_grad}
     run.optimizer.load({n: t for n, t in saved.model.items() if n in trained}, saved.optim, saved.step)
-    run.step, run.best, run.stale = saved.step, saved.state["best"], saved.state["stale"]
+    run.step, run.window = saved.step, Window(**saved.state["window"])
+    run.figures, run.best = saved.state["figures"], saved.state["best"]
+    run.stale, run.owes = saved.state["stale"], saved.state["owes"]
     run.report(f"resumed from {found}")
 
 
@@ -319,11 +426,16 @@ def _put_weights(run: Run, weights: dict[str, torch.Tensor]) -> None:
         parameter.copy_(weights[name])
 
 
-def _check_same_config(config: Config, folder: Path) -> None:
-    """A run that has checkpoints goes on under the config it began with."""
+def _check_folder(config: Config) -> None:
+    """A run that has checkpoints goes on if it may, and under the config it began with."""
+    folder = config.run_dir
     file = folder / "config.toml"
-    if not file.is_file() or not store.steps(folder / "checkpoints"):
+    if not store.steps(folder / "checkpoints"):
         return
+    if not config.checkpoint.resume:
+        raise InputError(f"{folder}: holds a run already; resume it or give another run.dir")
+    if not file.is_file():
+        raise InputError(f"{file}: is missing, so that nobody can tell whether the run goes on as it began")
     before, now = flat(load(file, validate=False)), flat(config)
     differ = [
         f"{key}: {before[key]!r} before, {now[key]!r} now"
@@ -331,7 +443,8 @@ def _check_same_config(config: Config, folder: Path) -> None:
         if before[key] != now[key] and not any(fnmatch.fnmatch(key, free) for free in FREE_KEYS)
     ]
     if differ:
-        raise InputError(f"{folder}: holds a run with another config; give another run.dir, or undo: {'; '.join(differ)}")
+        advice = "give another run.dir, or undo"
+        raise InputError(f"{folder}: holds a run with another config; {advice}: {'; '.join(differ)}")
 
 
 def _freeze(model: T5, globs: tuple[str, ...]) -> None:
@@ -350,24 +463,28 @@ def _write_crash(run: Run, error: Diverged) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pairs, decode = run.splits.train, run.tokenizer.decode
     rows = [
-        {"example": i, "where": pairs.where[i], "source": decode(pairs.source[i].tolist()), "target": decode(pairs.target[i].tolist())}
+        {
+            "example": i,
+            "where": pairs.where[i],
+            "source": decode(pairs.source[i].tolist()),
+            "target": decode(pairs.target[i].tolist()),
+        }
         for i in error.examples
-    ]  # fmt: skip
+    ]
     store.atomic_write(folder / "examples.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
     store.atomic_write(folder / "error.json", json.dumps({"step": run.step + 1, "error": str(error)}) + "\n")
     run.report(f"{error}; nothing was updated; {len(rows)} examples are in {folder}")
 
 
 def export(run: Run) -> Path:
-    """Write ``model/``: a Hugging Face folder of the best weights, or of the last where nothing was evaluated."""
-    folder = run.folder / "model"
-    weights = {**dict(run.model.named_parameters()), **run.optimizer.weights()}
-    step = run.step
-    root = run.folder / "checkpoints"
-    if run.best and run.best["step"] != run.step and int(run.best["step"]) in store.steps(root):
-        step = int(run.best["step"])
-        weights = store.load(root / f"step-{step:06d}").model
-    fresh = run.folder / ".model"
+    """Write ``model/``: a Hugging Face folder of the best weights, or of the last where nothing was evaluated.
+
+    It is made under a hidden name; a kill at any point leaves the old folder or the new one, and what else it leaves
+    the next export removes.
+    """
+    folder, fresh, old = (run.folder / name for name in ("model", ".model.new", ".model.old"))
+    step, weights = _best_weights(run)
+    shutil.rmtree(fresh, ignore_errors=True)
     models.save(weights, run.raw, fresh)
     run.tokenizer.save(fresh)
     data = run.config.data
@@ -380,7 +497,20 @@ def export(run: Run) -> Path:
     )
     save_settings(fresh, settings)
     if folder.exists():
-        shutil.rmtree(folder)
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
     fresh.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
     run.report(f"model of step {step:,}: {folder}")
     return folder
+
+
+def _best_weights(run: Run) -> tuple[int, dict[str, torch.Tensor]]:
+    """The step whose weights are the run's result, and those weights."""
+    best = int(run.best.get("step", run.step))
+    if best != run.step:
+        try:
+            return best, dict(store.tensors(run.folder / "checkpoints" / f"step-{best:06d}", "model"))
+        except store.CorruptCheckpoint as error:
+            run.report(f"the best checkpoint cannot be read, so the last weights are taken: {error}")
+    return run.step, {**dict(run.model.named_parameters()), **run.optimizer.weights()}

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from t2t import kernels
 from t2t.data import order
 from t2t.data.packing import Batch
+from t2t.models.t5 import T5
 from t2t.optim.build import Optimizer
 
 
@@ -35,24 +36,20 @@ class Diverged(ArithmeticError):
         self.examples = examples
 
 
-def batch_loss(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+def batch_loss(model: T5, batch: Batch, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """The sum of the target tokens' losses, and each token's, [R, T]."""
     device = model.head.device
 
     def put(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    hidden = model(
-        put(batch.source_ids), put(batch.source_segments), put(batch.target_ids), put(batch.target_segments)
-    )
-    total, each = kernels.linear_cross_entropy(
-        hidden.flatten(0, 1), model.head, put(batch.labels).flatten(), smoothing
-    )
+    hidden = model(put(batch.source_ids), put(batch.source_segments), put(batch.target_ids), put(batch.target_segments))
+    total, each = kernels.linear_cross_entropy(hidden.flatten(0, 1), model.head, put(batch.labels).flatten(), smoothing)
     return total, each.view(batch.labels.shape)
 
 
 def train_step(
-    model: nn.Module, optimizer: Optimizer, batches: Sequence[Batch], step: int, seed: int, clip: float, smoothing: float
+    model: T5, optimizer: Optimizer, batches: Sequence[Batch], step: int, seed: int, clip: float, smoothing: float
 ) -> StepResult:
     """Forward and backward over the step's micro-batches, then one update.
 

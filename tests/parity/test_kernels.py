@@ -205,7 +205,7 @@ def test_relative_bias_made_in_generation_serves_training() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_segment_mask_says_who_sees_whom(causal: bool) -> None:
-    queries, keys = torch.tensor([[1, 1, 2, 3, 0], [0, 0, 0, 0, 0]]), torch.tensor([[1, 2, 2, 3, 0], [1, 1, 0, 0, 0]])
+    queries, keys = torch.tensor([[1, 1, 2, 3, 0], [0, 0, 0, 0, 0]]), torch.tensor([[1, 1, 2, 2, 0], [1, 1, 0, 0, 0]])
     mask = kernels.segment_mask(queries, keys, causal)
     assert mask.shape == (2, 1, 5, 5)
     for row in range(2):
@@ -230,7 +230,8 @@ def test_attention_matches_torch(dtype: torch.dtype) -> None:
     bias = kernels.additive(mask, table, dtype)
     ours = kernels.attention(q, k, v, bias, 0.0)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v, table)]
-    theirs = F.scaled_dot_product_attention(*exact[:3], attn_mask=exact[3].masked_fill(~mask, -math.inf), scale=1.0)
+    hidden = exact[3].masked_fill(~mask, -math.inf)
+    theirs = F.scaled_dot_product_attention(exact[0], exact[1], exact[2], attn_mask=hidden, scale=1.0)
     off = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert ours.dtype == dtype
     assert (ours - theirs).norm() < off * theirs.norm()

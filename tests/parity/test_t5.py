@@ -96,7 +96,9 @@ def test_loss_is_the_one_transformers_reports(pair: tuple[T5, Any]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
 
 
-def test_decoding_with_the_cache_gives_the_logits_of_one_pass(pair: tuple[T5, Any]) -> None:
+@pytest.mark.parametrize("step", [0, 4])
+def test_decoding_with_the_cache_gives_the_logits_of_one_pass(pair: tuple[T5, Any], step: int) -> None:
+    """With the whole cache in use, and with as much of it as the position needs, in steps of four slots."""
     model = pair[0].double()
     rows = ragged(model.config.vocab_size)
     hidden = model(*rows[:4])
@@ -104,6 +106,8 @@ def test_decoding_with_the_cache_gives_the_logits_of_one_pass(pair: tuple[T5, An
     # Both copies of a row decode the same here, so that exchanging them must change nothing.
     swap = torch.tensor([1, 0, 3, 2, 5, 4])
     for position in range(rows.target_ids.shape[1]):
+        if step:
+            cache.use(position // step * step + step)
         logits = model.decode(rows.target_ids[:, position].repeat_interleave(2), cache)
         cache.reorder(swap)
         here = rows.target_segments[:, position] != 0

@@ -227,7 +227,7 @@ def test_index_that_leads_outside_the_folder(sharded: Path, name: object) -> Non
     index["weight_map"][Q] = name
     (sharded / load.INDEX).write_text(json.dumps(index))
     # The file is there and sound: its place alone is the reason.
-    (sharded.parent / "x.safetensors").write_bytes(sorted(sharded.glob("*.safetensors"))[0].read_bytes())
+    (sharded.parent / "x.safetensors").write_bytes(min(sharded.glob("*.safetensors")).read_bytes())
     assert f"{sharded / load.INDEX}: {name!r} is not a file name of this folder" in refusal(sharded)
 
 

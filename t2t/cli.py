@@ -1,0 +1,235 @@
+"""The command line: one subcommand a verb. Nothing heavy is imported before a command runs.
+
+Every config field is a flag, ``--section.key value``; exit codes are those of `t2t.train.signals`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from t2t import __version__, config
+from t2t.config import Config
+from t2t.errors import InputError, did_you_mean
+from t2t.train.signals import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_DONE, EXIT_INTERRUPTED
+
+DESCRIPTION = "Text in, a tuned Hugging Face-compatible model out."
+EPILOG = """examples:
+  t2t quickstart                                        watch a small T5 learn, offline, in three minutes
+  t2t train --model.path M --data.train pairs.jsonl     tune a model on your own file
+  t2t evaluate runs/t2t/model test.jsonl                figures on held-out text
+  echo "a text" | t2t generate runs/t2t/model           JSON lines out
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and give back its exit code.
+
+    >>> main(["train", "--train.bach", "8"])
+    2
+    """
+    try:
+        parsed, rest = _parser().parse_known_args(arguments)
+        if rest:
+            known = [key.name for key in config.keys()]
+            name = rest[0].lstrip("-").partition("=")[0]
+            raise InputError(f"{rest[0]}: unknown argument{did_you_mean(name, known)}")
+        return parsed.run(parsed)  # type: ignore[no-any-return]
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except BrokenPipeError:  # whoever read our output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+
+
+def _quickstart(parsed: argparse.Namespace) -> int:
+    from t2t import quickstart
+
+    chosen = config.load("quickstart", _overrides(parsed))
+    return _trained(lambda: quickstart.quickstart(chosen))
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    chosen = config.load(parsed.recipe, _overrides(parsed))
+    from t2t.train import run
+
+    if parsed.dry_run:
+        print(run.summary(run.build(chosen)))
+        return EXIT_DONE
+    return _trained(lambda: run.train(chosen))
+
+
+def _trained(work: typing.Callable[[], object]) -> int:
+    from t2t.train.run import Interrupted
+    from t2t.train.step import Diverged
+
+    try:
+        work()
+    except Interrupted as error:
+        print(error, file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Diverged as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_DIVERGED
+    return EXIT_DONE
+
+
+def _evaluate(parsed: argparse.Namespace) -> int:
+    from t2t.train import evaluate
+
+    names = parsed.metrics or evaluate.METRICS
+    output = Path(parsed.output) if parsed.output else None
+    figures = evaluate.evaluate(parsed.model, parsed.data, names, _overrides(parsed), output)
+    if parsed.json:
+        print(json.dumps(figures))
+    else:
+        from t2t.terminal import table
+
+        print(table([(name, f"{value:.4f}") for name, value in figures.items()]))
+    return EXIT_DONE
+
+
+def _generate(parsed: argparse.Namespace) -> int:
+    import t2t
+
+    chosen = config.load(None, _overrides(parsed))
+    given = {key.partition(".")[2] for key in _overrides(parsed) if key.startswith("generate.")}
+    settings = {name: getattr(chosen.generate, name) for name in given}
+    loaded = t2t.load(parsed.model, chosen.run.device)
+    inputs: list[str] = []
+
+    def kept() -> Iterator[str]:
+        for text in _input_texts(parsed.input, chosen):
+            inputs.append(text)
+            yield text
+
+    def cut(number: int) -> None:
+        longest = loaded.settings.max_source_length
+        print(f"note: input {number + 1} is longer than {longest} tokens and was cut", file=sys.stderr)
+
+    with open(parsed.output, "w", encoding="utf-8") if parsed.output else _Stdout() as out:
+        for text in loaded.stream(kept(), seed=chosen.run.seed, on_cut=cut, **settings):
+            line = {"input": inputs.pop(0), "output": text}
+            print(json.dumps(line, ensure_ascii=False), file=out, flush=True)
+    return EXIT_DONE
+
+
+class _Stdout:
+    def __enter__(self) -> Any:
+        return sys.stdout
+
+    def __exit__(self, *_: object) -> None:
+        sys.stdout.flush()
+
+
+def _input_texts(name: str, chosen: Config) -> Iterator[str]:
+    """The texts of a file, by its format and source column, or the lines of standard input."""
+    if name == "-":
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+        return
+    from t2t.data.sources import Reader, resolve
+    from t2t.data.tasks import source_texts
+
+    data = chosen.data
+    reader = Reader(resolve([name], "--input"), data.format, data.on_bad_line, data.max_bad_lines, (data.source,))
+    yield from source_texts(reader, data.source)
+
+
+def _recipes(parsed: argparse.Namespace) -> int:
+    if parsed.name:
+        print(config.find_recipe(parsed.name).read_text(encoding="utf-8"), end="")
+        return EXIT_DONE
+    from t2t.terminal import table
+
+    folder = config.find_recipe("quickstart").parent
+    rows = []
+    for file in sorted(folder.glob("*.toml")):
+        first = file.read_text(encoding="utf-8").partition("\n")[0]
+        rows.append((file.stem, first.removeprefix("# ")))
+    print(table(rows, header=("recipe", "what it trains")))
+    print("\nt2t recipes NAME shows one; t2t train NAME --section.key value runs it.")
+    return EXIT_DONE
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from t2t import doctor
+
+    return doctor.run(parsed.data, config.load(None, _overrides(parsed)), parsed.json)
+
+
+def _overrides(parsed: argparse.Namespace) -> dict[str, str | list[str]]:
+    """The config flags that were given, by dotted key."""
+    return {name: value for name, value in vars(parsed).items() if "." in name and value is not None}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see {self.prog} --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        prog="t2t", description=DESCRIPTION, epilog=EPILOG, formatter_class=keep_lines, allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"t2t {__version__}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+
+    def verb(name: str, run: Any, help: str, sections: Sequence[str]) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=help, description=help, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        _add_config(sub, sections)
+        return sub
+
+    every = [field.name for field in dataclasses.fields(Config)]
+    verb("quickstart", _quickstart, "Tune the package's small T5 on its own text and show what it learned.", every)
+    train = verb("train", _train, "Train a model, or go on with a run.", every)
+    train.add_argument("recipe", nargs="?", help="a TOML file, or the name of a recipe")
+    train.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
+    evaluate = verb("evaluate", _evaluate, "Loss and text metrics of a model on held-out data.", ["run", "data", "generate"])
+    evaluate.add_argument("model", help="model folder")
+    evaluate.add_argument("data", nargs="+", help="files with sources and targets")
+    evaluate.add_argument("--metrics", nargs="+", help="metrics to compute (default: all)")
+    evaluate.add_argument("--output", help="write predictions beside references to this file")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+    generate = verb("generate", _generate, "Generate a text for each input, as JSON lines.", ["run", "data", "generate"])
+    generate.add_argument("model", help="model folder")
+    generate.add_argument("--input", default="-", help="file of inputs; -: lines of standard input (default)")
+    generate.add_argument("--output", help="file to write; default: standard output")
+    recipes = verbs.add_parser("recipes", help="List the recipes, or show one.", allow_abbrev=False)
+    recipes.add_argument("name", nargs="?", help="recipe to show")
+    recipes.set_defaults(run=_recipes)
+    doctor = verb("doctor", _doctor, "Check the environment and data files.", ["run", "model", "data"])
+    doctor.add_argument("data", nargs="*", help="data files or globs")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser, sections: Sequence[str]) -> None:
+    for section in sections:
+        group = parser.add_argument_group(f"[{section}]")
+        for key in config.keys():
+            if key.name.partition(".")[0] != section:
+                continue
+            several = typing.get_origin(key.type) is tuple
+            default = "" if key.default in (None, "", ()) else f" (default: {key.default})"
+            extra: dict[str, Any] = {"nargs": "+"} if several else {}
+            if key.type is bool:
+                extra = {"nargs": "?", "const": "true"}
+            flag, shown = f"--{key.name}", key.name.partition(".")[2].upper()
+            group.add_argument(
+                flag, dest=key.name, metavar=shown, help=(key.help + default).replace("%", "%%"), **extra
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
