@@ -117,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif args.data_dir is None:
         parser.error("DATA_DIR is missing")
     else:
-        plan, command = replace(FULL, steps=args.steps), f"python benchmarks/cpu_vs_hf.py DATA_DIR --steps {args.steps}"
+        plan = replace(FULL, steps=args.steps, probe_steps=min(FULL.probe_steps, args.steps))
+        command = f"python benchmarks/cpu_vs_hf.py DATA_DIR --steps {args.steps}"
         pairs = read_pairs(args.data_dir / "mt/rosts.train.en", args.data_dir / "mt/rosts.train.ro")
         cases = {"asset-size": (ASSET, "bytes"), "t5-small": (SMALL, str(args.data_dir / "tok/t5_spiece.model"))}
     most = len(pairs) // plan.batch - plan.warmup
@@ -234,16 +235,14 @@ def run_job(job: Job) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **quiet, **alone})
     if done.returncode:
         raise SystemExit(f"{done.stderr}\n{job} failed with exit code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @dataclass(frozen=True)
-class Timing:
-    """What a side hands back: seconds and useful tokens of its timed steps, and about its batches and model."""
+class Trace:
+    """What a side hands back: its clock, useful tokens and slots so far at the end of each step, and sizes."""
 
-    seconds: float
-    tokens: int
-    slots: int
+    marks: list[tuple[float, int, int]]
     parameters: int
     imported: int
 
@@ -257,21 +256,24 @@ def measure(job: Job) -> dict[str, Any]:
     from t2t import device
 
     torch.set_num_threads(CORES)
-    timing = (_measure_t2t if job.who == "t2t" else _measure_peer)(job)
+    trace = (_train_t2t if job.who == "t2t" else _train_peer)(job)
+    assert len(trace.marks) == job.warmup + job.steps, "another number of steps was made"
+    warm, end = trace.marks[job.warmup - 1], trace.marks[-1]
+    seconds, tokens, slots = (after - before for before, after in zip(warm, end, strict=True))
     cpu = torch.device("cpu")
     return {
         "machine": device.describe(cpu),
-        "tokens_per_s": timing.tokens / timing.seconds,
-        "step_ms": 1000 * timing.seconds / job.steps,
-        "tokens_per_step": timing.tokens / job.steps,
-        "fill": timing.tokens / timing.slots,
+        "tokens_per_s": tokens / seconds,
+        "step_ms": 1000 * seconds / job.steps,
+        "tokens_per_step": tokens / job.steps,
+        "fill": tokens / slots,
         "peak_gib": device.peak_memory(cpu) / 2**30,
-        "imported_gib": timing.imported / 2**30,
-        "parameters": timing.parameters,
+        "imported_gib": trace.imported / 2**30,
+        "parameters": trace.parameters,
     }
 
 
-def _measure_t2t(job: Job) -> Timing:
+def _train_t2t(job: Job) -> Trace:
     from t2t import device
     from t2t.config import load
     from t2t.train.run import build
@@ -294,16 +296,15 @@ def _measure_t2t(job: Job) -> Timing:
         "optim.clip": CLIP,
     }
     run = build(load(overrides={key: str(value) for key, value in settings.items()}), report=lambda line: None)
-    start, tokens, slots = time.perf_counter(), 0, 0
-    for step, batches in enumerate(run.loader.steps(0, job.warmup + job.steps)):
-        if step == job.warmup:
-            start, tokens, slots = time.perf_counter(), 0, 0
+    marks, tokens, slots = [], 0, 0
+    for step, batches in enumerate(run.loader.steps(0, run.total_steps)):
         tokens += train_step(run.model, run.optimizer, batches, step, SEED, CLIP, smoothing=0.0).tokens
         slots += sum(batch.source_ids.size + batch.target_ids.size for batch in batches)
-    return Timing(time.perf_counter() - start, tokens, slots, _count(run.model), imported)
+        marks.append((time.perf_counter(), tokens, slots))
+    return Trace(marks, _count(run.model), imported)
 
 
-def _measure_peer(job: Job) -> Timing:
+def _train_peer(job: Job) -> Trace:
     import torch
     from transformers import (
         AutoConfig,
@@ -330,14 +331,13 @@ def _measure_peer(job: Job) -> Timing:
             self.slots += inputs["input_ids"].numel() + labels.numel()
             return super().training_step(model, inputs, *rest, **named)
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         """Notes the time, tokens and slots at the end of every step."""
 
-        marks: list[tuple[float, int, int]] = []
-
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.marks.append((time.perf_counter(), trainer.seen, trainer.slots))
+            marks.append((time.perf_counter(), trainer.seen, trainer.slots))
 
+    marks: list[tuple[float, int, int]] = []
     imported = device.peak_memory(torch.device("cpu"))
     lines = [json.loads(line) for line in Path(job.data).read_text(encoding="utf-8").splitlines()]
     tokenizer = tokens.load(job.tokenizer)
@@ -379,10 +379,7 @@ def _measure_peer(job: Job) -> Timing:
             callbacks=[Clock()],
         )
         trainer.train()
-    first, last = Clock.marks[job.warmup - 1], Clock.marks[-1]
-    assert len(Clock.marks) == job.warmup + job.steps, "the peer made another number of steps"
-    seconds, count, slots = (after - before for before, after in zip(first, last, strict=True))
-    return Timing(seconds, int(count), int(slots), _count(model), imported)
+    return Trace(marks, _count(model), imported)
 
 
 def peer_order(pairs: Pairs, batch: int, warmup: int, steps: int) -> list[int]:

@@ -243,7 +243,7 @@ def find_recipe(path: str | Path) -> Path:
     if Path(path).is_file():
         return Path(path)
     packaged = Path(str(resources.files("t2t") / "recipes" / f"{Path(path).stem}.toml"))
-    if packaged.is_file() and Path(path).name in (packaged.stem, packaged.name):
+    if packaged.is_file() and str(path) in (packaged.stem, packaged.name):
         return packaged
     names = sorted(p.stem for p in packaged.parent.glob("*.toml"))
     raise InputError(

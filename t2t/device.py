@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from t2t.errors import InputError, did_you_mean
+from t2t.errors import InputError
 
 
 def resolve(name: str = "auto") -> torch.device:
@@ -22,13 +22,14 @@ def resolve(name: str = "auto") -> torch.device:
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
         return torch.device(found.type if found is not None else "cpu")
-    kinds = ["cpu", *([found.type] if found is not None else [])]
+    counts = {"cpu": 1} if found is None else {"cpu": 1, found.type: torch.accelerator.device_count()}
     try:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    if device is None or device.type not in kinds:
-        raise InputError(f"run.device: {name!r} is not here{did_you_mean(name, kinds)}; found: {', '.join(kinds)}")
+    if device is None or (device.index or 0) >= counts.get(device.type, 0):
+        here = ", ".join(f"{kind} ({count})" if count > 1 else kind for kind, count in counts.items())
+        raise InputError(f"run.device: {name!r} is not here; found: {here}")
     return device
 
 
@@ -50,6 +51,15 @@ def static_shapes(device: torch.device) -> bool:
     False
     """
     return device.type != "cpu"
+
+
+def score_weight(device: torch.device) -> float:
+    """What an attention score costs against its multiplications alone, when row lengths are picked.
+
+    >>> score_weight(torch.device("cpu"))
+    3.0
+    """
+    return 3.0 if device.type == "cpu" else 1.0  # on a CPU softmax, mask and dropout pass over memory, measured
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

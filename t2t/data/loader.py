@@ -17,7 +17,7 @@ import numpy as np
 from t2t.config import Data
 from t2t.data import order
 from t2t.data.objectives import OBJECTIVES
-from t2t.data.packing import Batch, RowShape, collate, measure, pack, pick_rows
+from t2t.data.packing import Batch, RowShape, arrange, collate, measure, pick_rows
 from t2t.data.sources import Reader, resolve
 from t2t.data.tasks import Example, Task
 from t2t.data.tokens import Pairs, Tokenizer, tokenize
@@ -80,8 +80,8 @@ class Loader:
     """The micro-batches of every step.
 
     Step n of an epoch takes examples n·batch … (n+1)·batch of that epoch's permutation and packs them among
-    themselves; the last step of an epoch takes what is left. With ``static`` the last micro-batch of a step is filled
-    up with empty rows; eager devices do without.
+    themselves; the last step of an epoch takes what is left. With ``static`` every micro-batch has one shape, the last
+    one filled up with empty rows; eager devices do without, and cut rows at the longest.
     """
 
     def __init__(
@@ -120,15 +120,13 @@ class Loader:
             sources.append(source)
             targets.append(target)
         lengths = np.array([len(s) for s in sources]), np.array([len(t) for t in targets])
-        rows = pack(*lengths, self.shape.source_row, self.shape.target_row)
+        rows, source_row, target_row = arrange(*lengths, self.shape.source_row, self.shape.target_row, self.static)
         groups = [rows[i : i + self.micro_rows] for i in range(0, len(rows), self.micro_rows)]
         if self.static:
             groups[-1] += [[]] * (self.micro_rows - len(groups[-1]))
         return [
-            collate(
-                sources, targets, index, g, self.shape.source_row, self.shape.target_row, self.start_id, self.pad_id
-            )
-            for g in groups
+            collate(sources, targets, index, group, source_row, target_row, self.start_id, self.pad_id)
+            for group in groups
         ]
 
     def steps(self, start: int, stop: int, readers: int = 0) -> Generator[list[Batch], None, None]:
@@ -183,7 +181,9 @@ def step_examples(count: int, batch: int, step: int, seed: int, shuffle: bool = 
     return order.permuted(positions, count, order.key(seed, epoch)) if shuffle else positions
 
 
-def pick_shape(pairs: Pairs, data: Data, batch: int, cost: Callable[[int, int], float], seed: int) -> RowShape:
+def pick_shape(
+    pairs: Pairs, data: Data, batch: int, cost: Callable[[int, int], float], seed: int, static: bool = True
+) -> RowShape:
     """Row lengths for a run: the given ones, or those that sampled steps cost least at."""
     source, target = pairs.source.lengths, pairs.target.lengths
     if data.objective == "character_noise":
@@ -191,5 +191,5 @@ def pick_shape(pairs: Pairs, data: Data, batch: int, cost: Callable[[int, int], 
     sampled = max(1, min(SAMPLED_EXAMPLES // batch, math.ceil(len(pairs) / batch)))
     steps = [step_examples(len(pairs), batch, n, order.key(seed, "sample")) for n in range(sampled)]
     if data.source_row and data.target_row:
-        return measure(source, target, steps, data.source_row, data.target_row)
-    return pick_rows(source, target, steps, cost, data.source_row, data.target_row)
+        return measure(source, target, steps, data.source_row, data.target_row, static)[0]
+    return pick_rows(source, target, steps, cost, data.source_row, data.target_row, static)

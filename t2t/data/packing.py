@@ -137,35 +137,89 @@ def collate(
     return Batch(source_ids, source_segments, target_ids, target_segments, labels, example_ids)
 
 
+def level(source: np.ndarray, target: np.ndarray, rows: list[list[int]]) -> list[list[int]]:
+    """Spread the examples of packed rows anew over as many rows, as evenly as we can in both streams.
+
+    Where shapes may vary, rows are then cut at the longest, and hardly a slot stays empty.
+
+    >>> level(np.array([5, 3, 4, 2]), np.array([2, 2, 1, 1]), [[0, 1], [2, 3]])
+    [[0, 3], [1, 2]]
+    """
+    a, b = source / source.sum(), target / target.sum()
+    load_a, load_b = np.zeros(len(rows)), np.zeros(len(rows))
+    spread: list[list[int]] = [[] for _ in rows]
+    for i in np.argsort(-np.maximum(a, b), kind="stable").tolist():
+        row = int(np.maximum(load_a + a[i], load_b + b[i]).argmin())
+        load_a[row] += a[i]
+        load_b[row] += b[i]
+        spread[row].append(i)
+    return spread
+
+
+def arrange(
+    source: np.ndarray, target: np.ndarray, source_row: int, target_row: int, static: bool
+) -> tuple[list[list[int]], int, int]:
+    """Rows of examples and how long both streams' rows must be: as given, or if not ``static`` as the longest is.
+
+    >>> arrange(np.array([5, 3, 4, 2]), np.array([2, 2, 1, 1]), source_row=9, target_row=5, static=False)
+    ([[0, 3], [1, 2]], 7, 3)
+    """
+    rows = pack(source, target, source_row, target_row)
+    if static:
+        return rows, source_row, target_row
+    even = level(source, target, rows)
+    fits = extent(source, even) <= source_row and extent(target, even) <= target_row
+    rows = even if fits else rows
+    return rows, extent(source, rows), extent(target, rows)
+
+
+def extent(lengths: np.ndarray, rows: Sequence[Sequence[int]]) -> int:
+    """The longest row's length in one stream.
+
+    >>> extent(np.array([5, 3, 4]), [[0, 1], [2]])
+    8
+    """
+    return max(int(lengths[list(row)].sum()) for row in rows)
+
+
 @dataclass(frozen=True)
 class RowShape:
-    """The row lengths of a run and how full they come out: real tokens over slots, of each stream."""
+    """The row lengths of a run and how full they come out: real tokens over slots, of each stream and together."""
 
     source_row: int
     target_row: int
     source_fill: float
     target_fill: float
+    fill: float
     rows_per_step: float
-
-    @property
-    def fill(self) -> float:
-        """Real tokens over slots of both streams together."""
-        slots = self.source_row + self.target_row
-        return (self.source_fill * self.source_row + self.target_fill * self.target_row) / slots
 
 
 def measure(
-    source: np.ndarray, target: np.ndarray, steps: Sequence[np.ndarray], source_row: int, target_row: int
-) -> RowShape:
-    """Pack each step's examples at these row lengths and see how full they come out.
+    source: np.ndarray,
+    target: np.ndarray,
+    steps: Sequence[np.ndarray],
+    source_row: int,
+    target_row: int,
+    static: bool = True,
+    cost: Callable[[int, int], float] = lambda s, t: s + t,
+) -> tuple[RowShape, float]:
+    """Pack each step's examples at these row lengths: how full they come out, and the mean cost of a step.
 
-    >>> measure(np.array([4, 4]), np.array([2, 1]), [np.array([0, 1])], 8, 4)
-    RowShape(source_row=8, target_row=4, source_fill=1.0, target_fill=0.75, rows_per_step=1.0)
+    >>> measure(np.array([4, 4]), np.array([2, 1]), [np.array([0, 1])], 8, 4)[0]
+    RowShape(source_row=8, target_row=4, source_fill=1.0, target_fill=0.75, fill=0.9166666666666666, rows_per_step=1.0)
     """
-    rows = sum(len(pack(source[i], target[i], source_row, target_row)) for i in steps)
+    rows = source_slots = target_slots = 0
+    price = 0.0
+    for step in steps:
+        found, s, t = arrange(source[step], target[step], source_row, target_row, static)
+        rows += len(found)
+        source_slots += len(found) * s
+        target_slots += len(found) * t
+        price += len(found) * cost(s, t)
     taken = np.concatenate(steps)
-    fills = source[taken].sum() / (rows * source_row), target[taken].sum() / (rows * target_row)
-    return RowShape(source_row, target_row, float(fills[0]), float(fills[1]), rows / len(steps))
+    real = int(source[taken].sum()), int(target[taken].sum())
+    fills = real[0] / source_slots, real[1] / target_slots, sum(real) / (source_slots + target_slots)
+    return RowShape(source_row, target_row, *fills, rows / len(steps)), price / len(steps)
 
 
 def pick_rows(
@@ -175,6 +229,7 @@ def pick_rows(
     cost: Callable[[int, int], float],
     source_row: int = 0,
     target_row: int = 0,
+    static: bool = True,
 ) -> RowShape:
     """The row lengths at which the sampled steps cost least, ``cost`` being that of one row; given ones are kept.
 
@@ -187,17 +242,16 @@ def pick_rows(
     """
     longest_s, longest_t = _up(source.max()), _up(target.max())
     ratio = target.mean() / source.mean()
-    tried: dict[tuple[int, int], tuple[float, RowShape]] = {}
+    tried: dict[tuple[int, int], tuple[RowShape, float]] = {}
 
     def attempt(s: float, t: float) -> None:
         shape = (source_row or max(_up(s), longest_s), target_row or max(_up(t), longest_t))
         if shape not in tried:
-            result = measure(source, target, steps, *shape)
-            tried[shape] = (result.rows_per_step * cost(*shape), result)
+            tried[shape] = measure(source, target, steps, *shape, static, cost)
 
     def best() -> RowShape:
-        least = min(price for price, _ in tried.values())
-        near = [shape for price, shape in tried.values() if price <= 1.02 * least]
+        least = min(price for _, price in tried.values())
+        near = [shape for shape, price in tried.values() if price <= 1.02 * least]
         return max(near, key=lambda shape: min(shape.source_fill, shape.target_fill))
 
     for s in np.geomspace(longest_s, max(2.0 * longest_s, 2.0 * longest_t / ratio, 16.0 * source.mean()), 10):

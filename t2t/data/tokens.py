@@ -108,7 +108,13 @@ def load(spec: str) -> Tokenizer:
 
 def _class_in(folder: Path) -> str | None:
     file = folder / "tokenizer_config.json"
-    return json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class") if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file}: not valid JSON: {error}") from None
+    return settings.get("tokenizer_class") if isinstance(settings, dict) else None
 
 
 def _sentencepiece(path: Path) -> HuggingFace:

@@ -1,23 +1,52 @@
 """One façade over the kernels: models call these names and never ask which implementation answers."""
 
-from t2t.kernels.reference import (
-    IGNORE,
-    additive,
-    attention,
-    dropout,
-    linear_cross_entropy,
-    relative_bias,
-    rms_norm,
-    segment_mask,
-)
+from __future__ import annotations
+
+from torch import Tensor
+
+from t2t.kernels import cpu, reference
+from t2t.kernels.reference import IGNORE, additive, relative_bias, rms_norm, segment_mask
 
 __all__ = [
     "IGNORE",
     "additive",
     "attention",
+    "dropout_add",
     "dropout",
     "linear_cross_entropy",
     "relative_bias",
+    "relu_dropout",
     "rms_norm",
     "segment_mask",
 ]
+
+
+def _on(x: Tensor):  # type: ignore[no-untyped-def]
+    return cpu if x.device.type == "cpu" else reference
+
+
+def dropout(x: Tensor, rate: float) -> Tensor:
+    """See `reference.dropout`."""
+    return _on(x).dropout(x, rate)  # type: ignore[no-any-return]
+
+
+def dropout_add(x: Tensor, y: Tensor, rate: float) -> Tensor:
+    """See `reference.dropout_add`."""
+    return _on(x).dropout_add(x, y, rate)  # type: ignore[no-any-return]
+
+
+def relu_dropout(x: Tensor, rate: float) -> Tensor:
+    """See `reference.relu_dropout`."""
+    return _on(x).relu_dropout(x, rate)  # type: ignore[no-any-return]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_rate: float) -> Tensor:
+    """See `reference.attention`."""
+    return _on(q).attention(q, k, v, bias, dropout_rate)  # type: ignore[no-any-return]
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float = 0.0, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `reference.linear_cross_entropy`."""
+    return _on(hidden).linear_cross_entropy(hidden, weight, labels, smoothing, chunk)  # type: ignore[no-any-return]

@@ -28,23 +28,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:
-    """Zero a share ``rate`` of the entries and scale up the others; random bits from torch's own generator.
+    """Zero a share ``rate`` of the entries and scale up the others.
 
     >>> dropout(torch.ones(3), 0.0)
     tensor([1., 1., 1.])
     """
-    if rate == 0.0:
-        return x
-    if x.device.type == "cpu":
-        return x * _cpu_mask(x, rate)
-    return F.dropout(x, rate)
+    return F.dropout(x, rate) if rate else x
 
 
-def _cpu_mask(x: Tensor, rate: float) -> Tensor:
-    # torch's CPU bernoulli costs more than the matmul beside it; four 16-bit draws out of one 64-bit number do not.
-    n = x.numel()
-    bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:n]
-    return (bits >= round(rate * 65536) - 32768).view(x.shape).to(x.dtype).mul_(1.0 / (1.0 - rate))
+def dropout_add(x: Tensor, y: Tensor, rate: float) -> Tensor:
+    """The residual connection: ``x`` plus what dropout leaves of ``y``.
+
+    >>> dropout_add(torch.ones(3), torch.ones(3), 0.0)
+    tensor([2., 2., 2.])
+    """
+    return x + dropout(y, rate)
+
+
+def relu_dropout(x: Tensor, rate: float) -> Tensor:
+    """ReLU, then dropout.
+
+    >>> relu_dropout(torch.tensor([-1.0, 2.0]), 0.0)
+    tensor([0., 2.])
+    """
+    return dropout(F.relu(x), rate)
 
 
 def segment_mask(query_segments: Tensor, key_segments: Tensor, causal: bool) -> Tensor:
@@ -111,15 +118,23 @@ def additive(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return hidden if bias is None else torch.where(mask, bias.to(dtype), hidden)
 
 
+def attention_weights(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    """Softmax of unscaled scores of q [R, H, Q, C] against k [R, H, K, C], ``bias`` (see `additive`) added.
+
+    >>> attention_weights(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 1, 2))
+    tensor([[[[0.5000, 0.5000]]]])
+    """
+    return (q @ k.mT).add_(bias).softmax(-1, dtype=_precise(q.dtype)).to(q.dtype)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_rate: float) -> Tensor:
-    """Attention of q [R, H, Q, C] over k, v [R, H, K, C] with ``bias`` (see `additive`) added to unscaled scores.
+    """Attention over v [R, H, K, C] with `attention_weights`, a share of the weights dropped.
 
     >>> one = torch.ones(1, 1, 1, 2)
     >>> attention(one, one, one * 3, torch.zeros(1, 1, 1, 1), 0.0)
     tensor([[[[3., 3.]]]])
     """
-    weights = (q @ k.mT).add_(bias).softmax(-1, dtype=_precise(q.dtype)).to(q.dtype)
-    return dropout(weights, dropout_rate) @ v
+    return dropout(attention_weights(q, k, bias), dropout_rate) @ v
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
@@ -141,18 +156,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             valid = labels[rows] != IGNORE
             target = labels[rows].masked_fill(~valid, 0)[:, None]
             logits = (hidden[rows] @ weight.T).to(precise)
-            log_sum = logits.logsumexp(-1, keepdim=True)
-            loss = log_sum - (1 - smoothing) * logits.gather(1, target)
-            if smoothing:
-                loss = loss - smoothing * logits.mean(-1, keepdim=True)
+            picked, peak = logits.gather(1, target), logits.amax(-1, keepdim=True)
+            mean = logits.mean(-1, keepdim=True) if smoothing else 0.0
+            total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
+            loss = total.log() + peak - (1 - smoothing) * picked - smoothing * mean
             losses[rows] = loss[:, 0] * valid
             if not (need_hidden or need_weight):
                 continue
-            grad = logits.sub_(log_sum).exp_()
+            count = valid[:, None].to(precise)
+            grad = logits.mul_(count / total)
             if smoothing:
-                grad.sub_(smoothing / weight.shape[0])
-            grad.scatter_add_(1, target, grad.new_full((1, 1), smoothing - 1.0).expand(len(target), 1))
-            grad = grad.mul_(valid[:, None]).to(hidden.dtype)
+                grad.sub_(count * (smoothing / weight.shape[0]))
+            grad = grad.scatter_add_(1, target, count * (smoothing - 1)).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
             if grad_weight is not None and grad.dtype == precise:

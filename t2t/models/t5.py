@@ -149,8 +149,11 @@ class FeedForward(nn.Module):
         self.gated = config.gated
 
     def forward(self, x: Tensor, dropout: float) -> Tensor:
-        inner = self.activation(self.wi_0(x)) * self.wi_1(x) if self.gated else self.activation(self.wi(x))
-        return self.wo(kernels.dropout(inner, dropout))
+        if self.gated:
+            return self.wo(kernels.dropout(self.activation(self.wi_0(x)) * self.wi_1(x), dropout))
+        if self.activation is F.relu:
+            return self.wo(kernels.relu_dropout(self.wi(x), dropout))
+        return self.wo(kernels.dropout(self.activation(self.wi(x)), dropout))
 
 
 class SelfAttentionLayer(nn.Module):
@@ -206,12 +209,12 @@ class Block(nn.Module):
         keys_values = self.attention.keys_values(normed)
         if cache is not None:
             keys_values = cache.append(*keys_values)
-        x = x + kernels.dropout(self.attention(normed, keys_values, bias, rate), rate)
+        x = kernels.dropout_add(x, self.attention(normed, keys_values, bias, rate), rate)
         if memory_bias is not None:
             normed = self.layer[1].layer_norm(x)
             keys_values = cache.memory if cache is not None else self.cross.keys_values(memory)
-            x = x + kernels.dropout(self.cross(normed, keys_values, memory_bias, rate), rate)
-        return x + kernels.dropout(ff.DenseReluDense(ff.layer_norm(x), rate), rate)
+            x = kernels.dropout_add(x, self.cross(normed, keys_values, memory_bias, rate), rate)
+        return kernels.dropout_add(x, ff.DenseReluDense(ff.layer_norm(x), rate), rate)
 
 
 class Stack(nn.Module):
@@ -336,8 +339,12 @@ class T5(nn.Module):
             else:
                 nn.init.normal_(parameter, std=factor * scales.get(leaf, c.d_model**-0.5))
 
-    def row_cost(self, source_row: int, target_row: int) -> float:
-        """Work of one packed row forward, in multiply-adds; row lengths are picked by it."""
+    def row_cost(self, source_row: int, target_row: int, score_weight: float = 1.0) -> float:
+        """Work of one packed row forward, in multiply-adds; row lengths are picked by it.
+
+        ``score_weight`` is what an attention score costs besides its multiplications: softmax, mask and dropout pass
+        over memory where they are not fused.
+        """
         c = self.config
         inner = c.num_heads * c.d_kv
         feed = (3 if c.gated else 2) * c.d_model * c.d_ff
@@ -345,7 +352,7 @@ class T5(nn.Module):
         cross_memory = c.num_decoder_layers * 2 * c.d_model * inner
         decoder = c.num_decoder_layers * (6 * c.d_model * inner + feed) + c.vocab_size * c.d_model
         scores = c.num_layers * source_row**2 + c.num_decoder_layers * target_row * (target_row + source_row)
-        return (encoder + cross_memory) * source_row + decoder * target_row + 2 * inner * scores
+        return (encoder + cross_memory) * source_row + decoder * target_row + score_weight * 2 * inner * scores
 
     def encode(self, source_ids: Tensor, source_segments: Tensor) -> Tensor:
         """The memory [R, S, D]."""

@@ -108,7 +108,7 @@ def evaluate(
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     pairs = tokenize(examples, loaded.tokenizer, data.max_source_length, data.max_target_length)
-    shape = pick_shape(pairs, data, config.generate.batch, loaded.model.row_cost, config.run.seed)
+    shape = pick_shape(pairs, data, config.generate.batch, loaded.model.row_cost, config.run.seed, static=False)
     ids = loaded.model.config
     loader = Loader(pairs, config.generate.batch, shape, math.ceil(shape.rows_per_step), 0, ids.start_id, ids.pad_id, shuffle=False, static=False)  # fmt: skip
     figures = loss(loaded.model, loader)

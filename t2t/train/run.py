@@ -186,7 +186,9 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
 
 
 def _loader(config: Config, model: T5, device: torch.device, pairs: Pairs, shuffle: bool) -> Loader:
-    shape = pick_shape(pairs, config.data, config.train.batch, model.row_cost, config.run.seed)
+    static = devices.static_shapes(device)
+    cost = functools.partial(model.row_cost, score_weight=devices.score_weight(device))
+    shape = pick_shape(pairs, config.data, config.train.batch, cost, config.run.seed, static)
     given = config.train.micro_rows
     return Loader(
         pairs,
@@ -197,7 +199,7 @@ def _loader(config: Config, model: T5, device: torch.device, pairs: Pairs, shuff
         start_id=model.config.start_id,
         pad_id=model.config.pad_id,
         objective=config.data.objective,
-        static=devices.static_shapes(device),
+        static=static,
         shuffle=shuffle,
     )
 
@@ -452,7 +454,8 @@ def _freeze(model: T5, globs: tuple[str, ...]) -> None:
     for glob in globs:
         hit = fnmatch.filter(names, glob)
         if not hit:
-            raise InputError(f"model.freeze: {glob!r} matches no parameter{did_you_mean(glob, names)}")
+            modules = sorted({f"{name[:i]}.*" for name in names for i, character in enumerate(name) if character == "."})
+            raise InputError(f"model.freeze: {glob!r} matches no parameter{did_you_mean(glob, [*modules, *names])}")
         for name in hit:
             model.get_parameter(name).requires_grad_(False)
 
@@ -485,9 +488,11 @@ def export(run: Run) -> Path:
     folder, fresh, old = (run.folder / name for name in ("model", ".model.new", ".model.old"))
     step, weights = _best_weights(run)
     shutil.rmtree(fresh, ignore_errors=True)
-    models.save(weights, run.raw, fresh)
+    data, ids = run.config.data, _special_ids(run)
+    models.save(weights, {**run.raw, **ids}, fresh)
     run.tokenizer.save(fresh)
-    data = run.config.data
+    generation = {**ids, **_generation(run.config)}
+    store.atomic_write(fresh / "generation_config.json", json.dumps(generation, indent=2) + "\n")
     settings = Settings(
         prefix=data.prefix,
         max_source_length=data.max_source_length,
@@ -503,6 +508,23 @@ def export(run: Run) -> Path:
     shutil.rmtree(old, ignore_errors=True)
     run.report(f"model of step {step:,}: {folder}")
     return folder
+
+
+def _special_ids(run: Run) -> dict[str, int]:
+    """What transformers must be told to begin and end a text; a config may leave it out."""
+    c = run.model.config
+    return {"decoder_start_token_id": c.start_id, "eos_token_id": c.eos_id, "pad_token_id": c.pad_id}
+
+
+def _generation(config: Config) -> dict[str, float]:
+    """Our way of generating in the words of transformers, which would stop at 20 tokens."""
+    own = config.generate
+    settings: dict[str, float] = {"max_new_tokens": own.max_length or config.data.max_target_length}
+    if own.beams > 1:
+        settings |= {"num_beams": own.beams, "length_penalty": own.length_penalty}
+    if own.temperature > 0:
+        settings |= {"do_sample": True, "temperature": own.temperature, "top_k": own.top_k, "top_p": own.top_p}
+    return settings
 
 
 def _best_weights(run: Run) -> tuple[int, dict[str, torch.Tensor]]:

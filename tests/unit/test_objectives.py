@@ -1,0 +1,88 @@
+"""Character noise: what it may touch, how much of it, and that a generator decides all of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from t2t.data.objectives import MASK, character_noise, seq2seq
+from t2t.data.tokens import Bytes
+
+BYTES = Bytes()
+TEXT = "Țara de jos, 1925: «ploaia» cade încet peste sate și câmpuri; nu mai e nimeni — doar vântul."
+
+
+def ids(text: str) -> np.ndarray:
+    return np.array([*BYTES.encode(text), 1], dtype=np.uint16)
+
+
+def characters(noisy: np.ndarray) -> list[str]:
+    """The characters of noisy tokens, ``?`` for a mask."""
+    marked = [BYTES.encode("\0")[0] if token == MASK else int(token) for token in noisy[:-1]]
+    return ["?" if c == "\0" else c for c in BYTES.decode(marked)]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_only_letters_are_spoilt_and_the_target_is_untouched(seed: int) -> None:
+    clean = ids(TEXT)
+    noisy, target = character_noise(ids("unused"), clean, np.random.default_rng(seed))
+    assert target is clean
+    assert noisy.dtype == clean.dtype
+    assert noisy[-1] == 1
+    got = characters(noisy)
+    assert len(got) == len(TEXT)
+    for before, after in zip(TEXT, got, strict=True):
+        assert after == before or (before.isalpha() and (after == "?" or after in TEXT))
+
+
+def test_rates_run_from_none_to_half_and_half_of_the_spoilt_are_masks() -> None:
+    letters = [i for i, c in enumerate(TEXT) if c.isalpha()]
+    changed, masked = [], []
+    for seed in range(800):
+        got = characters(character_noise(ids(""), ids(TEXT), np.random.default_rng(seed))[0])
+        masked.append(np.mean([got[i] == "?" for i in letters]))
+        changed.append(np.mean([got[i] != TEXT[i] for i in letters]))
+    assert np.mean(masked) == pytest.approx(0.125, abs=0.01)
+    # A drawn letter is the same letter now and then.
+    assert 0.22 < np.mean(changed) < 0.25
+    assert min(changed) < 0.02
+    # At most half in expectation; five standard deviations more in one of 800 texts.
+    assert 0.4 < max(changed) < 0.5 + 5 * (0.25 / len(letters)) ** 0.5
+
+
+def test_every_letter_is_spoilt_alike() -> None:
+    text = "așbț" * 25
+    spoilt = dict.fromkeys("așbț", 0)
+    for seed in range(300):
+        got = characters(character_noise(ids(""), ids(text), np.random.default_rng(seed))[0])
+        for before, after in zip(text, got, strict=True):
+            spoilt[before] += after == "?"
+    assert max(spoilt.values()) < 1.15 * min(spoilt.values())
+
+
+def test_a_generator_decides_it() -> None:
+    def noise(seed: int) -> list[int]:
+        return character_noise(ids(""), ids(TEXT), np.random.default_rng(seed))[0].tolist()
+
+    assert noise(3) == noise(3)
+    assert len({tuple(noise(seed)) for seed in range(20)}) > 15  # now and then nothing is spoilt
+
+
+@pytest.mark.parametrize("text", ["", "123 — ?!", "a"])
+def test_text_with_hardly_a_letter(text: str) -> None:
+    for seed in range(20):
+        noisy, _ = character_noise(ids(text), ids(text), np.random.default_rng(seed))
+        assert len(characters(noisy)) == len(text)
+        if text != "a":
+            assert noisy.tolist() == ids(text).tolist()
+
+
+def test_a_target_cut_within_a_letter_stays_as_it_is() -> None:
+    cut = np.array([*BYTES.encode("aș")[:-1], 1], dtype=np.uint16)
+    _, target = character_noise(cut, cut, np.random.default_rng(0))
+    assert target.tolist() == cut.tolist()
+
+
+def test_seq2seq_is_the_pair() -> None:
+    source, target = ids("a"), ids("b")
+    assert seq2seq(source, target, np.random.default_rng(0)) == (source, target)
