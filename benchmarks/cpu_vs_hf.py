@@ -124,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     most = len(pairs) // plan.batch - plan.warmup
     if not 1 <= plan.steps <= most:
         parser.error(f"--steps: {plan.steps}, where 1 to {most} make at most one epoch")
+    if os.getloadavg()[0] > 0.5:
+        print("note: the machine is busy: two threads that share their cores are many times slower", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         result = compare(Path(folder), pairs, cases, plan)
     result = {"machine": result["machine"], "date": datetime.date.today().isoformat(), "versions": versions(),

@@ -11,14 +11,18 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from t2t import __version__, config
-from t2t.config import Config
+from t2t.config import Config, keys
 from t2t.errors import InputError, did_you_mean
 from t2t.train.signals import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_DONE, EXIT_INTERRUPTED
+
+if TYPE_CHECKING:
+    from t2t.data.sources import Reader
 
 DESCRIPTION = "Text in, a tuned Hugging Face-compatible model out."
 EPILOG = """examples:
@@ -38,10 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed, rest = _parser().parse_known_args(arguments)
         if rest:
-            known = [key.name for key in config.keys()]
-            name = rest[0].lstrip("-").partition("=")[0]
-            raise InputError(f"{rest[0]}: unknown argument{did_you_mean(name, known)}")
-        return parsed.run(parsed)  # type: ignore[no-any-return]
+            name = rest[0].partition("=")[0]
+            raise InputError(f"{name}: unknown argument{did_you_mean(name, parsed.flags())}")
+        return parsed.run(parsed)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -101,13 +104,14 @@ def _generate(parsed: argparse.Namespace) -> int:
     import t2t
 
     chosen = config.load(None, _overrides(parsed))
+    texts = _input_texts(parsed.input, chosen)
     given = {key.partition(".")[2] for key in _overrides(parsed) if key.startswith("generate.")}
     settings = {name: getattr(chosen.generate, name) for name in given}
     loaded = t2t.load(parsed.model, chosen.run.device)
     inputs: list[str] = []
 
     def kept() -> Iterator[str]:
-        for text in _input_texts(parsed.input, chosen):
+        for text in texts:
             inputs.append(text)
             yield text
 
@@ -115,33 +119,46 @@ def _generate(parsed: argparse.Namespace) -> int:
         longest = loaded.settings.max_source_length
         print(f"note: input {number + 1} is longer than {longest} tokens and was cut", file=sys.stderr)
 
-    with open(parsed.output, "w", encoding="utf-8") if parsed.output else _Stdout() as out:
+    with _opened(parsed.output) as out:
         for text in loaded.stream(kept(), seed=chosen.run.seed, on_cut=cut, **settings):
             line = {"input": inputs.pop(0), "output": text}
             print(json.dumps(line, ensure_ascii=False), file=out, flush=True)
     return EXIT_DONE
 
 
-class _Stdout:
-    def __enter__(self) -> Any:
-        return sys.stdout
-
-    def __exit__(self, *_: object) -> None:
-        sys.stdout.flush()
+def _opened(name: str | None) -> AbstractContextManager[TextIO]:
+    """The file to write, or standard output."""
+    try:
+        return open(name, "w", encoding="utf-8") if name else nullcontext(sys.stdout)
+    except OSError as error:
+        raise InputError(f"--output: {name}: {error.strerror}") from None
 
 
 def _input_texts(name: str, chosen: Config) -> Iterator[str]:
     """The texts of a file, by its format and source column, or the lines of standard input."""
     if name == "-":
-        for line in sys.stdin:
-            yield line.rstrip("\r\n")
-        return
+        return _lines(sys.stdin.buffer)
     from t2t.data.sources import Reader, resolve
-    from t2t.data.tasks import source_texts
 
     data = chosen.data
-    reader = Reader(resolve([name], "--input"), data.format, data.on_bad_line, data.max_bad_lines, (data.source,))
-    yield from source_texts(reader, data.source)
+    files = resolve([name], "--input")
+    return _file_texts(Reader(files, data.format, data.on_bad_line, data.max_bad_lines, (data.source,)), data.source)
+
+
+def _lines(stream: Iterable[bytes]) -> Iterator[str]:
+    for number, line in enumerate(stream, 1):
+        try:
+            yield line.decode().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise InputError(f"standard input:{number}: invalid UTF-8 at byte {error.start + 1} of the line") from None
+
+
+def _file_texts(reader: Reader, column: str) -> Iterator[str]:
+    from t2t.data.tasks import source_texts
+
+    yield from source_texts(reader, column)
+    if reader.bad_count:
+        print(f"note: {reader.bad_count} bad lines skipped, the first: {reader.bad[0]}", file=sys.stderr)
 
 
 def _recipes(parsed: argparse.Namespace) -> int:
@@ -175,39 +192,46 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} (see {self.prog} --help)")
 
+    def flags(self) -> list[str]:
+        """All that may be given by name."""
+        return [flag for action in self._actions for flag in action.option_strings]
 
-def _parser() -> argparse.ArgumentParser:
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = list(action.choices)
+            raise InputError(f"{value}: unknown verb{did_you_mean(value, known)}; verbs: {', '.join(known)}")
+
+
+def _parser() -> _Parser:
     keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(
-        prog="t2t", description=DESCRIPTION, epilog=EPILOG, formatter_class=keep_lines, allow_abbrev=False
-    )
+    parser = _Parser(prog="t2t", description=DESCRIPTION, epilog=EPILOG, formatter_class=keep_lines, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"t2t {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
-    def verb(name: str, run: Any, help: str, sections: Sequence[str]) -> argparse.ArgumentParser:
+    def verb(name: str, run: Any, help: str, sections: Sequence[str]) -> _Parser:
         sub = verbs.add_parser(name, help=help, description=help, allow_abbrev=False)
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, flags=sub.flags)
         _add_config(sub, sections)
         return sub
 
-    every = [field.name for field in dataclasses.fields(Config)]
+    every, of_a_model = [field.name for field in dataclasses.fields(Config)], ["run", "data", "generate"]
     verb("quickstart", _quickstart, "Tune the package's small T5 on its own text and show what it learned.", every)
     train = verb("train", _train, "Train a model, or go on with a run.", every)
     train.add_argument("recipe", nargs="?", help="a TOML file, or the name of a recipe")
     train.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
-    evaluate = verb("evaluate", _evaluate, "Loss and text metrics of a model on held-out data.", ["run", "data", "generate"])
+    evaluate = verb("evaluate", _evaluate, "Loss and text metrics of a model on held-out data.", of_a_model)
     evaluate.add_argument("model", help="model folder")
     evaluate.add_argument("data", nargs="+", help="files with sources and targets")
     evaluate.add_argument("--metrics", nargs="+", help="metrics to compute (default: all)")
     evaluate.add_argument("--output", help="write predictions beside references to this file")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
-    generate = verb("generate", _generate, "Generate a text for each input, as JSON lines.", ["run", "data", "generate"])
+    generate = verb("generate", _generate, "Generate a text for each input, as JSON lines.", of_a_model)
     generate.add_argument("model", help="model folder")
     generate.add_argument("--input", default="-", help="file of inputs; -: lines of standard input (default)")
     generate.add_argument("--output", help="file to write; default: standard output")
     recipes = verbs.add_parser("recipes", help="List the recipes, or show one.", allow_abbrev=False)
     recipes.add_argument("name", nargs="?", help="recipe to show")
-    recipes.set_defaults(run=_recipes)
+    recipes.set_defaults(run=_recipes, flags=recipes.flags)
     doctor = verb("doctor", _doctor, "Check the environment and data files.", ["run", "model", "data"])
     doctor.add_argument("data", nargs="*", help="data files or globs")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
@@ -217,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_config(parser: argparse.ArgumentParser, sections: Sequence[str]) -> None:
     for section in sections:
         group = parser.add_argument_group(f"[{section}]")
-        for key in config.keys():
+        for key in keys():
             if key.name.partition(".")[0] != section:
                 continue
             several = typing.get_origin(key.type) is tuple

@@ -46,7 +46,7 @@ class Model:
     """What is trained."""
 
     path: str = opt("", "model folder to start from (Hugging Face layout), or asset:NAME")
-    config: str = opt("", "start from scratch: a config.json, or a folder that holds one")
+    config: str = opt("", "start from scratch: a config.json, a folder that holds one, or asset:NAME")
     tokenizer: str = opt("", 'empty: the model\'s own; "bytes"; a tokenizer folder or name; a SentencePiece file')
     dropout: float | None = opt(None, "dropout rate; unset: as the model's config says")
     freeze: tuple[str, ...] = opt((), 'parameters that stay as they are, by name glob: "encoder.*", "shared.*"')

@@ -169,6 +169,33 @@ class Task:
             yield source, source if plain else _text(record, columns.target, joined=False)
 
 
+def source_texts(reader: Reader, column: str = "") -> Iterator[str]:
+    """The text of every record to generate from; a target beside it is not needed.
+
+    It is in the given column, or else, by the first record of each file, in the source of a pair of ``PAIRS``, with its
+    target or alone, in the first of exactly two fields that are text, or in the only one.
+
+    >>> import tempfile, pathlib
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = pathlib.Path(folder, "new.jsonl")
+    ...     _ = file.write_text('{"id": "7", "article": ["One.", "Two."]}\\n')
+    ...     list(source_texts(Reader([file])))
+    ['One. Two.']
+    """
+    file = ""
+    path: tuple[str, ...] = ()
+    for record in reader:
+        if record.file != file:
+            file = record.file
+            path = _find(record, column, "data.source") if column else _detect_source(record)
+        try:
+            text = _text(record, path, joined=True)
+        except _BadField as error:
+            reader.reject(record, str(error))
+            continue
+        yield text
+
+
 def transform(spec: str, key: str) -> Callable[[str], str]:
     """The function that a declaration means; ``key`` is the config key that errors name.
 
@@ -220,16 +247,26 @@ class _BadField(ValueError):
     """A record whose field gives no text."""
 
 
-def _detect(record: Record) -> Columns:
-    fields: dict[str, Any] = record.fields
-    inside: tuple[str, ...] = ()
-    if isinstance(fields.get("translation"), dict):
-        fields, inside = fields["translation"], ("translation",)
+def _inner(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The fields to look among, and the keys that lead to them."""
+    inner = record.fields.get("translation")
+    return (inner, ("translation",)) if isinstance(inner, dict) else (record.fields, ())
+
+
+def _known_pair(fields: dict[str, Any]) -> tuple[str, str] | None:
     names = {name.lower(): name for name in fields}
-    for source, target in PAIRS:
-        if source in names and target in names:
-            return Columns((*inside, names[source]), (*inside, names[target]))
-    texts = [name for name, value in fields.items() if isinstance(value, str)]
+    return next(((names[s], names[t]) for s, t in PAIRS if s in names and t in names), None)
+
+
+def _text_names(fields: dict[str, Any]) -> list[str]:
+    return [name for name, value in fields.items() if isinstance(value, str)]
+
+
+def _detect(record: Record) -> Columns:
+    fields, inside = _inner(record)
+    pair, texts = _known_pair(fields), _text_names(fields)
+    if pair:
+        return Columns((*inside, pair[0]), (*inside, pair[1]))
     if len(texts) == 2 and not inside:
         return Columns((texts[0],), (texts[1],))
     if texts == ["text"]:
@@ -240,6 +277,18 @@ def _detect(record: Record) -> Columns:
         f"{record.where}: cannot tell which of the columns {found} are source and target: "
         f"set data.source and data.target{example}"
     )
+
+
+def _detect_source(record: Record) -> tuple[str, ...]:
+    fields, inside = _inner(record)
+    names, texts = {name.lower(): name for name in fields}, _text_names(fields)
+    known = _known_pair(fields) or [names[source] for source, _ in PAIRS if source in names]
+    if known:
+        return (*inside, known[0])
+    if len(texts) == 1 or (len(texts) == 2 and not inside):
+        return (*inside, texts[0])
+    found = ", ".join(_names(record.fields))
+    raise InputError(f"{record.where}: cannot tell which of the columns {found} is the source: set data.source")
 
 
 def _find(record: Record, name: str, key: str) -> tuple[str, ...]:
@@ -350,4 +399,4 @@ def _imported(spec: str, module_name: str, function_name: str, key: str) -> Call
         raise InputError(f"{key}: {spec}: no {function_name!r} in {module_name}{near}")
     if not callable(function):
         raise InputError(f"{key}: {spec}: is {type(function).__name__}, expected a function from str to str")
-    return function  # type: ignore[no-any-return]
+    return function

@@ -54,13 +54,14 @@ def _from_hub(name: str) -> Path:
         raise InputError(f"model.path: {name} is no folder here and the hub did not give it: {reason}") from error
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The ``config.json`` of a folder, or the file itself.
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The ``config.json`` of a folder (or ``asset:NAME``), or the file itself.
 
-    >>> read_config(Path("nowhere"))
+    >>> read_config("nowhere")
     Traceback (most recent call last):
     t2t.errors.InputError: nowhere: no config.json there
     """
+    path = find(path) if isinstance(path, str) and path.startswith("asset:") else Path(path)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise InputError(f"{path}: no config.json there")

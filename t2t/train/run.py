@@ -152,7 +152,7 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
         raise InputError("model.path: no model given, as --model.path google-t5/t5-small, or asset:byt5-ro")
     # What is misspelt should neither wait for the data nor for the first evaluation.
     metrics.build(config.train.metrics)
-    models.find(config.model.path) if config.model.path else models.read_config(Path(config.model.config))
+    models.find(config.model.path) if config.model.path else models.read_config(config.model.config)
     device = devices.resolve(config.run.device)
     devices.use_threads(config.run.threads)
     dtype = devices.compute_dtype(config.train.precision, device)
@@ -232,7 +232,7 @@ def load_model(config: Config, device: torch.device, dtype: torch.dtype) -> tupl
     if config.model.path:
         model, raw = models.load(models.find(config.model.path), device, dtype, config.model.dropout)
     else:
-        raw = models.read_config(Path(config.model.config))
+        raw = models.read_config(config.model.config)
         model = models.create(raw, config.run.seed, config.model.dropout).to(device, dtype)
     return model, raw
 

@@ -6,6 +6,7 @@ import json
 import random
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import t2t
 from t2t import config, metrics
 from t2t.checkpoint import store
 from t2t.config import Config
+from t2t.data.loader import Loader
+from t2t.data.packing import Batch, RowShape
 from t2t.data.tokens import Bytes
 from t2t.errors import InputError
 from t2t.generate import read_settings
@@ -186,8 +189,6 @@ def test_the_expected_memory_grows_with_what_is_held(make: Make) -> None:
 
 
 def test_micro_rows_fit_the_device_and_part_a_step_evenly() -> None:
-    from t2t.data.packing import RowShape
-
     cpu = torch.device("cpu")
     for rows in (0.7, 3.0, 10.5, 40.0, 300.0):
         shape = RowShape(100, 28, 1.0, 1.0, 1.0, rows)
@@ -282,6 +283,26 @@ def test_a_signal_ends_an_evaluation_which_is_made_up_for(make: Make, monkeypatc
     train(parts, quiet)
     assert_same(whole, parts, 7)
     assert log(parts) == log(whole)
+
+
+def test_readers_that_a_signal_ended_do_not_keep_the_run_from_saving(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Loader, start: int, stop: int, readers: int) -> Iterator[list[Batch]]:
+        yield from (self.step(n) for n in range(start, 3))
+        if signalled:
+            signal.raise_signal(signal.SIGTERM)
+        raise BrokenProcessPool
+
+    chosen = make()
+    monkeypatch.setattr(Loader, "steps", broken)
+    signalled = True
+    with pytest.raises(Interrupted, match="saved at step 3"):
+        train(chosen, quiet)
+    assert saved(chosen) == [2, 3]
+    signalled = False
+    with pytest.raises(BrokenProcessPool):
+        train(chosen, quiet)
 
 
 def test_a_signal_before_the_first_step_loses_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,7 +623,7 @@ def test_the_model_opens_in_transformers_and_says_the_same(
 
     (tmp_path / "config.json").write_text(json.dumps(RAW | kind))
     spec = "bytes" if tokenizer == "bytes" else str(sentencepiece_file(tmp_path))
-    chosen = make(model__tokenizer=spec, train__steps="15", optim__lr="0.02", data__prefix="x: ")
+    chosen = make(model__tokenizer=spec, train__steps="3", optim__lr="0.002", data__prefix="x: ")
     train(chosen, quiet)
     folder = chosen.run_dir / "model"
     theirs, their_tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
