@@ -13,11 +13,12 @@ import sys
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from t2t import __version__, config
-from t2t.config import Config, keys
+from t2t.config import Config
 from t2t.errors import InputError, did_you_mean
 from t2t.train.signals import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_DONE, EXIT_INTERRUPTED
 
@@ -31,6 +32,16 @@ EPILOG = """examples:
   t2t evaluate runs/t2t/model test.jsonl                figures on held-out text
   echo "a text" | t2t generate runs/t2t/model           JSON lines out
 """
+PREPARATION = ("prefix", "max_source_length", "source_transforms")  # of sources; travels inside a model folder
+# The config keys that mean something to a finished model, and those that its targets add.
+OF_INPUTS = (
+    *("run.seed", "run.device", "run.threads", "data.format", "data.source", "data.on_bad_line", "data.max_bad_lines"),
+    *(f"data.{name}" for name in PREPARATION),
+    "generate",
+)
+OF_TARGETS = tuple(
+    f"data.{name}" for name in ("target", "target_transforms", "piece", "max_target_length", "max_validation_samples")
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,13 +112,16 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
 
 def _generate(parsed: argparse.Namespace) -> int:
-    import t2t
+    from t2t import device, generate
 
     chosen = config.load(None, _overrides(parsed))
     texts = _input_texts(parsed.input, chosen)
-    given = {key.partition(".")[2] for key in _overrides(parsed) if key.startswith("generate.")}
-    settings = {name: getattr(chosen.generate, name) for name in given}
-    loaded = t2t.load(parsed.model, chosen.run.device)
+    device.use_threads(chosen.run.threads)
+    loaded = generate.load(parsed.model, chosen.run.device)
+    given = {key: config.flat(chosen)[key] for key in _overrides(parsed)}
+    prepared = {name: given[f"data.{name}"] for name in PREPARATION if f"data.{name}" in given}
+    loaded = dataclasses.replace(loaded, settings=dataclasses.replace(loaded.settings, **prepared))
+    settings = {key.removeprefix("generate."): given[key] for key in given if key.startswith("generate.")}
     inputs: list[str] = []
 
     def kept() -> Iterator[str]:
@@ -208,24 +222,24 @@ def _parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"t2t {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
-    def verb(name: str, run: Any, help: str, sections: Sequence[str]) -> _Parser:
+    def verb(name: str, run: Any, help: str, keys: Sequence[str]) -> _Parser:
         sub = verbs.add_parser(name, help=help, description=help, allow_abbrev=False)
         sub.set_defaults(run=run, flags=sub.flags)
-        _add_config(sub, sections)
+        _add_config(sub, keys)
         return sub
 
-    every, of_a_model = [field.name for field in dataclasses.fields(Config)], ["run", "data", "generate"]
+    every = [field.name for field in dataclasses.fields(Config)]
     verb("quickstart", _quickstart, "Tune the package's small T5 on its own text and show what it learned.", every)
     train = verb("train", _train, "Train a model, or go on with a run.", every)
     train.add_argument("recipe", nargs="?", help="a TOML file, or the name of a recipe")
     train.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
-    evaluate = verb("evaluate", _evaluate, "Loss and text metrics of a model on held-out data.", of_a_model)
+    evaluate = verb("evaluate", _evaluate, "Loss and text metrics of a model on held-out data.", OF_INPUTS + OF_TARGETS)
     evaluate.add_argument("model", help="model folder")
     evaluate.add_argument("data", nargs="+", help="files with sources and targets")
     evaluate.add_argument("--metrics", nargs="+", help="metrics to compute (default: all)")
     evaluate.add_argument("--output", help="write predictions beside references to this file")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
-    generate = verb("generate", _generate, "Generate a text for each input, as JSON lines.", of_a_model)
+    generate = verb("generate", _generate, "Generate a text for each input, as JSON lines.", OF_INPUTS)
     generate.add_argument("model", help="model folder")
     generate.add_argument("--input", default="-", help="file of inputs; -: lines of standard input (default)")
     generate.add_argument("--output", help="file to write; default: standard output")
@@ -238,11 +252,12 @@ def _parser() -> _Parser:
     return parser
 
 
-def _add_config(parser: argparse.ArgumentParser, sections: Sequence[str]) -> None:
-    for section in sections:
+def _add_config(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Make flags of config keys, given by name or by whole sections."""
+    for section, keys in groupby(config.keys(), lambda key: key.name.partition(".")[0]):
         group = parser.add_argument_group(f"[{section}]")
-        for key in keys():
-            if key.name.partition(".")[0] != section:
+        for key in keys:
+            if section not in names and key.name not in names:
                 continue
             several = typing.get_origin(key.type) is tuple
             default = "" if key.default in (None, "", ()) else f" (default: {key.default})"

@@ -194,7 +194,7 @@ class _Ratio:
 
 
 class _Bleu:
-    """sacrebleu's corpus BLEU with its defaults: the score of one pair carries the counts, their sums make the score."""
+    """sacrebleu's corpus BLEU with its defaults: a pair's score carries the counts, their sums make the score."""
 
     def __init__(self) -> None:
         try:

@@ -28,11 +28,14 @@ def quickstart(config: Config) -> dict[str, float]:
     >>> load("quickstart").data.source_transforms
     ('strip_diacritics',)
     """
-    result_file = config.run_dir / "result.json"
-    if result_file.exists():  # a finished quickstart begins anew; an interrupted one goes on
-        shutil.rmtree(config.run_dir)
+    result_file, checkpoints = config.run_dir / "result.json", config.run_dir / "checkpoints"
+    if result_file.exists() and checkpoints.exists():  # a finished quickstart begins anew; an interrupted one goes on
+        shutil.rmtree(checkpoints)
+        result_file.unlink()
     devices.use_threads(config.run.threads)
-    examples, _ = read_examples(config.data.validation, "data.validation", config.data, config.data.max_validation_samples)
+    examples, _ = read_examples(
+        config.data.validation, "data.validation", config.data, config.data.max_validation_samples
+    )
     copied = [example.source for example in examples]
     print(f"Before training: {len(examples)} held-out sentences ...", flush=True)
     before = _generate(load(config.model.path, config.run.device), config, examples)

@@ -430,7 +430,7 @@ def _table(file: str, rows: Iterator[_Item[list[str]]], columns: Sequence[str]) 
             names = [str(n) for n in range(len(cells))]
         if not error and len(cells) != len(names):
             error = f"{len(cells)} columns, where the first row has {len(names)}"
-        yield _Item(number, dict(zip(names, cells)), error)
+        yield _Item(number, dict(zip(names, cells, strict=False)), error)
 
 
 def _is_header(cells: list[str], columns: Sequence[str]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from t2t.kernels import cpu, reference
@@ -11,8 +13,8 @@ __all__ = [
     "IGNORE",
     "additive",
     "attention",
-    "dropout_add",
     "dropout",
+    "dropout_add",
     "linear_cross_entropy",
     "relative_bias",
     "relu_dropout",
@@ -21,32 +23,32 @@ __all__ = [
 ]
 
 
-def _on(x: Tensor):  # type: ignore[no-untyped-def]
+def _on(x: Tensor) -> Any:
     return cpu if x.device.type == "cpu" else reference
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:
     """See `reference.dropout`."""
-    return _on(x).dropout(x, rate)  # type: ignore[no-any-return]
+    return _on(x).dropout(x, rate)
 
 
 def dropout_add(x: Tensor, y: Tensor, rate: float) -> Tensor:
     """See `reference.dropout_add`."""
-    return _on(x).dropout_add(x, y, rate)  # type: ignore[no-any-return]
+    return _on(x).dropout_add(x, y, rate)
 
 
 def relu_dropout(x: Tensor, rate: float) -> Tensor:
     """See `reference.relu_dropout`."""
-    return _on(x).relu_dropout(x, rate)  # type: ignore[no-any-return]
+    return _on(x).relu_dropout(x, rate)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_rate: float) -> Tensor:
     """See `reference.attention`."""
-    return _on(q).attention(q, k, v, bias, dropout_rate)  # type: ignore[no-any-return]
+    return _on(q).attention(q, k, v, bias, dropout_rate)
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float = 0.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `reference.linear_cross_entropy`."""
-    return _on(hidden).linear_cross_entropy(hidden, weight, labels, smoothing, chunk)  # type: ignore[no-any-return]
+    return _on(hidden).linear_cross_entropy(hidden, weight, labels, smoothing, chunk)

@@ -34,7 +34,7 @@ def relu_dropout(x: Tensor, rate: float) -> Tensor:
     >>> relu_dropout(torch.tensor([-1.0, 2.0]), 0.0)
     tensor([0., 2.])
     """
-    return _ReluDropout.apply(x, rate) if rate else F.relu(x)  # type: ignore[no-any-return]
+    return _ReluDropout.apply(x, rate) if rate else F.relu(x)
 
 
 class _ReluDropout(torch.autograd.Function):

@@ -202,4 +202,4 @@ def linear_cross_entropy(
     if chunk is None:
         chunk = max(128, LOGITS["cpu" if hidden.device.type == "cpu" else "gpu"] // weight.shape[0])
     needs = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
-    return _LinearCrossEntropy.apply(hidden, weight, labels, smoothing, chunk, *needs)  # type: ignore[no-any-return]
+    return _LinearCrossEntropy.apply(hidden, weight, labels, smoothing, chunk, *needs)

@@ -7,9 +7,9 @@ Shapes: R rows (or sequences), S source slots, T target slots, D model width, H 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from t2t import kernels
 from t2t.errors import InputError
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
@@ -156,24 +156,12 @@ class FeedForward(nn.Module):
         return self.wo(kernels.dropout(self.activation(self.wi(x)), dropout))
 
 
-class SelfAttentionLayer(nn.Module):
-    def __init__(self, config: T5Config, has_table: bool) -> None:
+class Layer(nn.Module):
+    """A norm and what follows it, under the name that `transformers` gives it."""
+
+    def __init__(self, config: T5Config, name: str, module: nn.Module) -> None:
         super().__init__()
-        self.SelfAttention = Attention(config, has_table)
-        self.layer_norm = Norm(config)
-
-
-class CrossAttentionLayer(nn.Module):
-    def __init__(self, config: T5Config) -> None:
-        super().__init__()
-        self.EncDecAttention = Attention(config, has_table=False)
-        self.layer_norm = Norm(config)
-
-
-class FeedForwardLayer(nn.Module):
-    def __init__(self, config: T5Config) -> None:
-        super().__init__()
-        self.DenseReluDense = FeedForward(config)
+        self.add_module(name, module)
         self.layer_norm = Norm(config)
 
 
@@ -182,17 +170,20 @@ class Block(nn.Module):
 
     def __init__(self, config: T5Config, decoder: bool, has_table: bool) -> None:
         super().__init__()
-        cross = [CrossAttentionLayer(config)] if decoder else []
-        self.layer = nn.ModuleList([SelfAttentionLayer(config, has_table), *cross, FeedForwardLayer(config)])
+        cross = [Layer(config, "EncDecAttention", Attention(config, has_table=False))] if decoder else []
+        first = Layer(config, "SelfAttention", Attention(config, has_table))
+        self.layer = nn.ModuleList([first, *cross, Layer(config, "DenseReluDense", FeedForward(config))])
         self.dropout = config.dropout
 
     @property
     def attention(self) -> Attention:
-        return self.layer[0].SelfAttention  # type: ignore[union-attr,return-value]
+        """Self-attention."""
+        return cast(Attention, self.layer[0].SelfAttention)
 
     @property
     def cross(self) -> Attention:
-        return self.layer[1].EncDecAttention  # type: ignore[union-attr,return-value]
+        """Attention to the memory, in a decoder."""
+        return cast(Attention, self.layer[1].EncDecAttention)
 
     def forward(
         self,
@@ -204,17 +195,17 @@ class Block(nn.Module):
     ) -> Tensor:
         """One pass; with a cache, ``x`` is one new token a row, and keys and values of the others come from there."""
         rate = self.dropout if self.training else 0.0
-        own, ff = self.layer[0], self.layer[-1]
-        normed = own.layer_norm(x)
+        norms = [cast(Norm, layer.layer_norm) for layer in self.layer]
+        feed = cast(FeedForward, self.layer[-1].DenseReluDense)
+        normed = norms[0](x)
         keys_values = self.attention.keys_values(normed)
         if cache is not None:
             keys_values = cache.append(*keys_values)
         x = kernels.dropout_add(x, self.attention(normed, keys_values, bias, rate), rate)
         if memory_bias is not None:
-            normed = self.layer[1].layer_norm(x)
-            keys_values = cache.memory if cache is not None else self.cross.keys_values(memory)
-            x = kernels.dropout_add(x, self.cross(normed, keys_values, memory_bias, rate), rate)
-        return kernels.dropout_add(x, ff.DenseReluDense(ff.layer_norm(x), rate), rate)
+            keys_values = cache.memory if cache is not None else self.cross.keys_values(cast(Tensor, memory))
+            x = kernels.dropout_add(x, self.cross(norms[1](x), keys_values, memory_bias, rate), rate)
+        return kernels.dropout_add(x, feed(norms[-1](x), rate), rate)
 
 
 class Stack(nn.Module):
@@ -228,6 +219,11 @@ class Stack(nn.Module):
         self.config = config
         self.decoder = decoder
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks, first to last."""
+        return cast("list[Block]", list(self.block))
+
     def forward(
         self, x: Tensor, segments: Tensor, memory: Tensor | None = None, memory_segments: Tensor | None = None
     ) -> Tensor:
@@ -239,7 +235,7 @@ class Stack(nn.Module):
             memory_bias = kernels.additive(memory_mask, None, x.dtype)
         x, length = kernels.dropout(x, rate), x.shape[1]
         bias = None
-        for block in self.block:
+        for block in self.blocks:
             if bias is None or self.config.bias_everywhere:
                 table = block.attention.bias(length, length, bidirectional=not self.decoder)
                 bias = kernels.additive(mask, table, x.dtype)
@@ -376,12 +372,12 @@ class T5(nn.Module):
         position = torch.zeros(1, dtype=torch.long, device=memory.device)
         mask = torch.ones(length, length, dtype=torch.bool, device=memory.device).tril()[None, None]
         tables = [
-            block.attention for block in self.decoder.block if hasattr(block.attention, "relative_attention_bias")
+            block.attention for block in self.decoder.blocks if hasattr(block.attention, "relative_attention_bias")
         ]
         biases = [kernels.additive(mask, t.bias(length, length, bidirectional=False), memory.dtype) for t in tables]
         hidden = kernels.additive((source_segments != 0)[:, None, None], None, memory.dtype)
         layers = []
-        for block in self.decoder.block:
+        for block in self.decoder.blocks:
             keys, values = (x.contiguous() for x in block.cross.keys_values(memory))
             empty = memory.new_zeros(len(memory), c.num_heads, length, copies, c.d_kv)
             layers.append(LayerCache(empty, empty.clone(), (keys, values), position))
@@ -392,7 +388,7 @@ class T5(nn.Module):
         # The beams of a row are so many queries of its one memory and its one cache.
         x = self.shared(token_ids.view(-1, len(cache.beams)))
         biases = cache.present_biases()
-        for i, block in enumerate(self.decoder.block):
+        for i, block in enumerate(self.decoder.blocks):
             bias = biases[i if self.config.bias_everywhere else 0]
             x = block(x, bias, None, cache.memory_bias, cache.layers[i])
         cache.position += 1

@@ -71,6 +71,7 @@ def test_peer_steps_stand_for_its_whole_epoch(bench):
     assert np.isclose((source + target)[timed].mean(), (source + target).mean(), rtol=0.02)
     fill = source[timed].sum() / (16 * source[timed].max(axis=1)).sum()
     assert fill > 0.9  # a random order fills about half
+    assert sorted(bench.peer_order(pairs, batch=16, warmup=2, steps=248)) == list(range(4000))
 
 
 def test_grouping_takes_the_length_that_pads_least(bench):

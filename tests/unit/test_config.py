@@ -35,7 +35,7 @@ def other(key: config.Key) -> Any:
     if typing.get_origin(key.type) is typing.Literal:
         return next(option for option in kinds if option != key.default)
     if typing.get_origin(key.type) is tuple:
-        return ("țară \"x\"\\\n\t\x7f", "b")
+        return ('țară "x"\\\n\t\x7f', "b")
     if bool in kinds:
         return not key.default
     return {str: 'a "quoted" ț\\\n\x01', int: 7, float: 1e-07}[kinds[0]]
@@ -153,7 +153,7 @@ def test_unknown_names_are_told_with_their_file_and_a_suggestion(tmp_path: Path)
         ("metrics = 3", "expected a list of strings, got 3"),
         ("metrics = ['bleu', 3]", "expected text, got 3"),
         ("micro_rows = 'all'", "expected a whole number, got 'all'; or 'all' is not one of auto"),
-        ("micro_rows = 0", "must be 1 or more, or \"auto\", got 0"),
+        ("micro_rows = 0", 'must be 1 or more, or "auto", got 0'),
     ],
 )
 def test_values_of_the_wrong_kind_or_size(tmp_path: Path, line: str, message: str) -> None:

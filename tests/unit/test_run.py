@@ -132,7 +132,13 @@ def test_a_run_learns_and_leaves_its_folder(make: Make) -> None:
     chosen = make(train__steps="60", train__log_every="20", data__validation_split="0.1", **settings)
     figures = train(chosen, lines.append)
     folder = chosen.run_dir
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.toml", "lock", "log.jsonl", "model"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints",
+        "config.toml",
+        "lock",
+        "log.jsonl",
+        "model",
+    ]
     assert saved(chosen) == [40, 60]
     assert [line["step"] for line in log(chosen)] == [20, 40, 60]
     assert log(chosen)[-1]["loss"] < log(chosen)[0]["loss"] - 1
