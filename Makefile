@@ -4,20 +4,22 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
+ARGS ?=
+
 .PHONY: quickstart test lint clean
 
 quickstart: $(INSTALLED)
-	$(VENV)/bin/t2t quickstart
+	$(VENV)/bin/t2t quickstart $(ARGS)
 
 test: $(INSTALLED) lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt "torch==2.13.0"
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"

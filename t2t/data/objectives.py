@@ -30,9 +30,9 @@ def character_noise(source: np.ndarray, target: np.ndarray, rng: np.random.Gener
     A spoilt letter becomes a mask or, as often, a letter drawn from the same text. ``source`` is not used.
 
     >>> clean = np.array([*Bytes().encode("o casă mică"), 1])
-    >>> noisy, target = character_noise(clean, clean, np.random.default_rng(1))
-    >>> Bytes().decode(noisy), (noisy == MASK).sum(), Bytes().decode(target)
-    ('a casă ă', np.int64(2), 'o casă mică')
+    >>> noisy, target = character_noise(clean, clean, np.random.default_rng(7))
+    >>> Bytes().decode(noisy), int((noisy == MASK).sum()), Bytes().decode(target)
+    ('o caă mccă', 1, 'o casă mică')
     """
     characters = list(_BYTES.decode(target.tolist()))
     letters = [i for i, c in enumerate(characters) if c.isalpha()]

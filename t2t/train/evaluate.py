@@ -110,7 +110,8 @@ def evaluate(
     pairs = tokenize(examples, loaded.tokenizer, data.max_source_length, data.max_target_length)
     shape = pick_shape(pairs, data, config.generate.batch, loaded.model.row_cost, config.run.seed, static=False)
     ids = loaded.model.config
-    loader = Loader(pairs, config.generate.batch, shape, math.ceil(shape.rows_per_step), 0, ids.start_id, ids.pad_id, shuffle=False, static=False)  # fmt: skip
+    rows = math.ceil(shape.rows_per_step)
+    loader = Loader(pairs, config.generate.batch, shape, rows, 0, ids.start_id, ids.pad_id, static=False, shuffle=False)
     figures = loss(loaded.model, loader)
     lengths = data.max_source_length, data.max_target_length
     return figures | score(names, loaded.model, loaded.tokenizer, examples, config.generate, *lengths, output)

@@ -454,9 +454,7 @@ def _freeze(model: T5, globs: tuple[str, ...]) -> None:
     for glob in globs:
         hit = fnmatch.filter(names, glob)
         if not hit:
-            modules = sorted(
-                {f"{name[:i]}.*" for name in names for i, character in enumerate(name) if character == "."}
-            )
+            modules = [f"{name}.*" for name, _ in model.named_modules() if name]
             raise InputError(f"model.freeze: {glob!r} matches no parameter{did_you_mean(glob, [*modules, *names])}")
         for name in hit:
             model.get_parameter(name).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What a machine or a person can do to a run: kill -9, signals to a whole group, a second process, a kill while exporting."""
+"""What can be done to a run: kill -9, signals to its whole group, a second process, a kill while it exports."""
 
 from __future__ import annotations
 
@@ -198,6 +198,7 @@ def test_readers_leave_signals_to_the_run_and_die_with_it(train: Ask, tmp_path: 
     settings = {"data.readers": "2"}
     ended = train("parts", settings, step=3, what=what)
     assert "TIMEOUT" not in ended["output"]
+    assert "Traceback" not in ended["output"]
     assert ended["code"] == (-signal.SIGKILL if what == "SIGKILL" else 75), ended["output"]
     assert store.steps(tmp_path / "parts" / "checkpoints") == ([2] if what == "SIGKILL" else [2, 3])
     assert train("parts", settings)["code"] == 0

@@ -19,13 +19,14 @@ RAW = {
     "model_type": "t5", "vocab_size": 384, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
     "num_decoder_layers": 1, "num_heads": 4, "relative_attention_num_buckets": 8,
 }  # fmt: skip
-WORDS = "casa mare si alba pe deal la marginea satului unde cad ploile verii peste campuri verzi fara sfarsit".split()
+TEXT = "casa mare si alba pe deal la marginea satului unde cad ploile verii peste campuri verzi fara sfarsit"
 
 
 def run(folder: Path) -> list[dict[str, float]]:
     """The log of 30 steps, four and a half epochs, in fp32 and without dropout."""
     (folder / "config.json").write_text(json.dumps(RAW))
-    lines = [" ".join(WORDS[(i * k) % len(WORDS)] for k in range(1, 2 + i % 5)) for i in range(1, 101)]
+    words = TEXT.split()
+    lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 2 + i % 5)) for i in range(1, 101)]
     (folder / "pairs.tsv").write_text("".join(f"{line}\t{line.title()}\n" for line in lines))
     settings = {
         "run.dir": str(folder / "run"),

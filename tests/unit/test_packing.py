@@ -39,6 +39,15 @@ def test_every_example_is_in_one_row_and_every_row_has_room(seed: int) -> None:
     assert pack(source, target, source_row, target_row) == rows
 
 
+def test_rows_are_hardly_more_than_their_tokens_need() -> None:
+    found = least = 0
+    for seed in range(60):
+        (source, target), rows = random_lengths(np.random.default_rng(seed))
+        found += len(pack(source, target, *rows))
+        least += max(math.ceil(source.sum() / rows[0]), math.ceil(target.sum() / rows[1]))
+    assert found <= 1.03 * least
+
+
 def test_whole_rows_and_no_examples() -> None:
     full = np.full(5, 7)
     assert len(pack(full, full, 7, 7)) == 5

@@ -11,7 +11,7 @@ import pytest
 
 from t2t.config import Data
 from t2t.data.sources import Reader, Record
-from t2t.data.tasks import Columns, Example, Task, pieces, transform
+from t2t.data.tasks import Columns, Example, Task, pieces, source_texts, transform
 from t2t.errors import InputError
 
 GOOD = {"source": "a", "target": "b"}
@@ -312,3 +312,47 @@ def test_piece_wants_plain_text(tmp_path: Path) -> None:
         "data.piece: cuts plain text only, not the two columns source and target of a.jsonl"
     )
     assert read(file, Task(source="source", target="source", piece=8)) == [("a", "a")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "column"),
+    [
+        ({"translation": {"s": "a", "t": "b"}}, "translation.s"),
+        ({"translation": {"en": "a"}}, "translation.en"),
+        ({"target": "b", "source": "a", "id": "c"}, "source"),
+        ({"s": "a", "t": "b", "text": "c"}, "s"),
+        ({"id": "x", "Source": "a", "lang": "ro"}, "Source"),
+        ({"id": "x", "article": ["a", "b"], "lang": "ro"}, "article"),
+        ({"id": "x", "text": "a", "lang": "ro"}, "text"),
+        ({"sentence": "a", "n": 3}, "sentence"),
+        ({"0": "a", "1": "b"}, "0"),
+    ],
+)
+def test_source_column_detected(tmp_path: Path, fields: dict[str, Any], column: str) -> None:
+    value: Any = fields
+    for key in column.split("."):
+        value = value[key]
+    file = write(tmp_path / "a.jsonl", fields)
+    assert list(source_texts(Reader([file]))) == [" ".join(value)]
+    assert list(source_texts(Reader([file]), column)) == [" ".join(value)]
+
+
+def test_source_texts_refused_or_skipped(tmp_path: Path) -> None:
+    def message(file: Path, column: str = "", **settings: Any) -> str:
+        with pytest.raises(InputError) as caught:
+            list(source_texts(Reader([file], **settings), column))
+        return str(caught.value).replace(f"{tmp_path}/", "")
+
+    three = write(tmp_path / "a.jsonl", {"a": "1", "b": "2", "c": "3"})
+    assert message(three) == "a.jsonl:1: cannot tell which of the columns a, b, c is the source: set data.source"
+    assert message(three, "d").startswith("a.jsonl:1: data.source: no column 'd'")
+    bad = write(tmp_path / "b.jsonl", {"text": "a"}, {"text": None}, {"text": "b"}, {"texts": "c"})
+    assert message(bad) == "b.jsonl:2: field 'text' is null, expected text"
+    reader = Reader([bad], on_bad_line="skip")
+    assert list(source_texts(reader)) == ["a", "b"]
+    assert reader.bad_count == 2
+
+
+def test_source_texts_tell_the_column_of_each_file(tmp_path: Path) -> None:
+    files = [write(tmp_path / "a.jsonl", {"src": "a", "tgt": "b"}), write(tmp_path / "b.jsonl", {"line": "c"})]
+    assert list(source_texts(Reader(files))) == ["a", "c"]
