@@ -101,6 +101,8 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
     names = parsed.metrics or evaluate.METRICS
     output = Path(parsed.output) if parsed.output else None
+    if output and not output.parent.is_dir():  # before the work, not after it
+        raise InputError(f"--output: no such folder: {output.parent}")
     figures = evaluate.evaluate(parsed.model, parsed.data, names, _overrides(parsed), output)
     if parsed.json:
         print(json.dumps(figures))

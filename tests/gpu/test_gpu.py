@@ -118,7 +118,7 @@ def test_loss_and_every_gradient_match_transformers(tmp_path: Path) -> None:
         ours, _ = kernels.linear_cross_entropy(hidden.flatten(0, 1), model.head, rows.labels.flatten())
         logits = peer(rows.source_ids, rows.source_segments, decoder_input_ids=rows.target_ids).logits
         theirs = F.cross_entropy(logits.flatten(0, 1), rows.labels.flatten(), reduction="sum")
-        assert abs(float(ours / theirs) - 1) < 1e-5, f"{variant}: {float(ours)} is not {float(theirs)}"
+        assert abs((ours / theirs).item() - 1) < 1e-5, f"{variant}: {ours.item()} is not {theirs.item()}"
         own, expected = gradients(model, ours), gradients(peer, theirs)
         assert own.keys() == expected.keys(), variant
         for name, gradient in expected.items():

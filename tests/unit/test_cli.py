@@ -268,6 +268,10 @@ def test_evaluate_gives_every_figure_and_the_predictions(run: Run, model: Path, 
     assert [line.split()[0] for line in out.splitlines()] == ["loss", "cer", "exact_match"]
     assert f"{figures['cer']:.4f}" in out
 
+    code, _, err = run("evaluate", model, pairs, "--output", tmp_path / "no" / "folder.jsonl")
+    assert code == 2
+    assert_one_line(err, "--output: no such folder: ")
+
 
 @pytest.mark.parametrize("name", ["inputs.txt", "inputs.jsonl", "pairs.tsv"])
 def test_generate_from_a_file_keeps_the_order(run: Run, model: Path, tmp_path: Path, name: str) -> None:

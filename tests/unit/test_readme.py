@@ -15,8 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TOY = """--train.steps 2 --train.batch 8 --data.max_samples 24 --data.max_validation_samples 4 --run.threads 1
-    --train.log_every 1""".split()
+TOY = ["--train.steps", "2", "--train.batch", "8", "--data.max_samples", "24", "--data.max_validation_samples", "4", "--run.threads", "1", "--train.log_every", "1"]
 
 
 def blocks(language: str) -> list[str]:
@@ -68,7 +67,11 @@ def test_commands(folder: Path) -> None:
 def test_python_blocks(folder: Path) -> None:
     code = "\n".join(blocks("python")).replace('"train.steps": "20"', '"train.steps": "2", "data.max_samples": "24"')
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env=_offline() | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=_offline() | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
 
