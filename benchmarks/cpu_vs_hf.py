@@ -300,7 +300,8 @@ def _train_t2t(job: Job) -> Trace:
     run = build(load(overrides={key: str(value) for key, value in settings.items()}), report=lambda line: None)
     marks, tokens, slots = [], 0, 0
     for step, batches in enumerate(run.loader.steps(0, run.total_steps)):
-        tokens += train_step(run.model, run.optimizer, batches, step, SEED, CLIP, smoothing=0.0).tokens
+        result = train_step(run.model, run.optimizer, batches, step, SEED, CLIP, 0.0, run.over)
+        tokens += result.tokens
         slots += sum(batch.source_ids.size + batch.target_ids.size for batch in batches)
         marks.append((time.perf_counter(), tokens, slots))
     return Trace(marks, _count(run.model), imported)

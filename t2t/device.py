@@ -44,6 +44,15 @@ def use_threads(count: int) -> int:
     return torch.get_num_threads()
 
 
+def workers(device: torch.device) -> int:
+    """How many micro-batches are best computed at once: one a core on a CPU, else one.
+
+    >>> use_threads(1), workers(torch.device("cpu"))
+    (1, 1)
+    """
+    return torch.get_num_threads() if device.type == "cpu" else 1
+
+
 def static_shapes(device: torch.device) -> bool:
     """Whether every micro-batch must have one shape; an eager CPU may leave empty rows out instead.
 

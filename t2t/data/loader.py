@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ import numpy as np
 from t2t.config import Data
 from t2t.data import order
 from t2t.data.objectives import OBJECTIVES
-from t2t.data.packing import Batch, RowShape, arrange, collate, measure, pick_rows
+from t2t.data.packing import Batch, Cost, RowShape, collate, cut_ragged, cut_static, measure, pick_rows, slots
 from t2t.data.sources import Reader, resolve
 from t2t.data.tasks import Example, Task
 from t2t.data.tokens import Pairs, Tokenizer, tokenize
@@ -80,8 +81,9 @@ class Loader:
     """The micro-batches of every step.
 
     Step n of an epoch takes examples n·batch … (n+1)·batch of that epoch's permutation and packs them among
-    themselves; the last step of an epoch takes what is left. With ``static`` every micro-batch has one shape, the last
-    one filled up with empty rows; eager devices do without, and cut rows at the longest.
+    themselves; the last step of an epoch takes what is left. With ``static`` every micro-batch has one shape
+    (`packing.cut_static`); without, each has its own, the cheapest by ``cost``, and there is a multiple of ``workers``
+    of them (`packing.cut_ragged`).
     """
 
     def __init__(
@@ -96,9 +98,12 @@ class Loader:
         objective: str = "seq2seq",
         static: bool = True,
         shuffle: bool = True,
+        cost: Cost = slots,
+        workers: int = 1,
     ) -> None:
         self.pairs, self.batch, self.shape, self.micro_rows, self.seed = pairs, batch, shape, micro_rows, seed
         self.start_id, self.pad_id, self.static, self.shuffle = start_id, pad_id, static, shuffle
+        self.cost, self.workers = cost, workers
         self.objective, self.fingerprint = objective, pairs.fingerprint
         self.steps_per_epoch = math.ceil(len(pairs) / batch)
 
@@ -120,14 +125,9 @@ class Loader:
             sources.append(source)
             targets.append(target)
         lengths = np.array([len(s) for s in sources]), np.array([len(t) for t in targets])
-        rows, source_row, target_row = arrange(*lengths, self.shape.source_row, self.shape.target_row, self.static)
-        groups = [rows[i : i + self.micro_rows] for i in range(0, len(rows), self.micro_rows)]
-        if self.static:
-            groups[-1] += [[]] * (self.micro_rows - len(groups[-1]))
-        return [
-            collate(sources, targets, index, group, source_row, target_row, self.start_id, self.pad_id)
-            for group in groups
-        ]
+        shape = self.shape.source_row, self.shape.target_row, self.micro_rows
+        cuts = cut_static(*lengths, *shape) if self.static else cut_ragged(*lengths, *shape, self.cost, self.workers)
+        return [collate(sources, targets, index, *cut, self.start_id, self.pad_id) for cut in cuts]
 
     def steps(self, start: int, stop: int, readers: int = 0) -> Generator[list[Batch], None, None]:
         """Steps ``start`` to ``stop``, the next ones made in the background: by a thread, or by reader processes."""
@@ -182,14 +182,23 @@ def step_examples(count: int, batch: int, step: int, seed: int, shuffle: bool = 
 
 
 def pick_shape(
-    pairs: Pairs, data: Data, batch: int, cost: Callable[[int, int], float], seed: int, static: bool = True
+    pairs: Pairs, data: Data, batch: int, cost: Cost, seed: int, static: bool = True, workers: int = 1
 ) -> RowShape:
-    """Row lengths for a run: the given ones, or those that sampled steps cost least at."""
+    """Row lengths for a run: the given ones, or those that sampled steps cost least at.
+
+    Where shapes may vary they are only bounds, a few examples long; each step finds its own.
+    """
     source, target = pairs.source.lengths, pairs.target.lengths
     if data.objective == "character_noise":
         source = np.minimum(target + 8, data.max_source_length)  # a two-byte letter may replace a one-byte one
     sampled = max(1, min(SAMPLED_EXAMPLES // batch, math.ceil(len(pairs) / batch)))
     steps = [step_examples(len(pairs), batch, n, order.key(seed, "sample")) for n in range(sampled)]
+    if not static:
+        bounds = (max(int(side.max()), math.ceil(4 * side.mean())) for side in (source, target))
+        given = (data.source_row, data.target_row)
+        shape = [row or bound for row, bound in zip(given, bounds, strict=True)]
+        cut = functools.partial(cut_ragged, micro_rows=batch, cost=cost, workers=workers)
+        return measure(source, target, steps[:4], shape[0], shape[1], cut)
     if data.source_row and data.target_row:
-        return measure(source, target, steps, data.source_row, data.target_row, static)[0]
-    return pick_rows(source, target, steps, cost, data.source_row, data.target_row, static)
+        return measure(source, target, steps, data.source_row, data.target_row)
+    return pick_rows(source, target, steps, cost, data.source_row, data.target_row)

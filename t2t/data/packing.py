@@ -5,9 +5,11 @@ Shapes: R rows, S slots of a source row, T slots of a target row.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -137,49 +139,101 @@ def collate(
     return Batch(source_ids, source_segments, target_ids, target_segments, labels, example_ids)
 
 
-def level(source: np.ndarray, target: np.ndarray, rows: list[list[int]]) -> list[list[int]]:
-    """Spread the examples of packed rows anew over as many rows, as evenly as we can in both streams.
+class Cut(NamedTuple):
+    """One micro-batch: its rows of examples, and how long both streams' rows are."""
 
-    Where shapes may vary, rows are then cut at the longest, and hardly a slot stays empty.
+    rows: list[list[int]]
+    source_row: int
+    target_row: int
 
-    >>> level(np.array([5, 3, 4, 2]), np.array([2, 2, 1, 1]), [[0, 1], [2, 3]])
+
+Cost = Callable[[int, int], float]
+
+
+def slots(source_row: int, target_row: int) -> float:
+    """The plainest cost of a row.
+
+    >>> slots(8, 4)
+    12
+    """
+    return source_row + target_row
+
+
+def cut_static(source: np.ndarray, target: np.ndarray, source_row: int, target_row: int, micro_rows: int) -> list[Cut]:
+    """Micro-batches of one shape, the last one filled up with empty rows.
+
+    >>> cut_static(np.array([5, 3, 4]), np.array([2, 2, 1]), source_row=8, target_row=4, micro_rows=3)
+    [Cut(rows=[[0, 1], [2], []], source_row=8, target_row=4)]
+    """
+    rows = pack(source, target, source_row, target_row)
+    rows += [[]] * (-len(rows) % micro_rows)
+    return [Cut(rows[i : i + micro_rows], source_row, target_row) for i in range(0, len(rows), micro_rows)]
+
+
+def cut_ragged(
+    source: np.ndarray,
+    target: np.ndarray,
+    source_row: int,
+    target_row: int,
+    micro_rows: int,
+    cost: Cost = slots,
+    workers: int = 1,
+) -> list[Cut]:
+    """Micro-batches for a device that takes any shape: hardly a slot stays empty.
+
+    Examples are cut by length into parts of about equal size, each no more than ``micro_rows`` rows of the given length
+    hold, their number a multiple of ``workers``. Every part is spread evenly over the number of rows that costs least.
+
+    >>> cut_ragged(np.array([5, 3, 4, 2]), np.array([2, 2, 1, 1]), source_row=9, target_row=5, micro_rows=2)
+    [Cut(rows=[[0, 3], [1, 2]], source_row=7, target_row=3)]
+    """
+    parts = math.ceil(len(pack(source, target, source_row, target_row)) / micro_rows)
+    parts = min(len(source), math.ceil(parts / workers) * workers)
+    order = np.argsort(-(source + target), kind="stable")
+    size = (source + target)[order].astype(np.float64)
+    part = ((np.cumsum(size) - size / 2) * parts / size.sum()).astype(np.int64)
+    members = [order[part == i] for i in range(parts)]
+    return [_spread(source, target, m, source_row, target_row, cost) for m in members if len(m)]
+
+
+def _spread(
+    source: np.ndarray, target: np.ndarray, members: np.ndarray, source_row: int, target_row: int, cost: Cost
+) -> Cut:
+    """The number of even rows that costs least, from as few as the given lengths allow to as many as the longest."""
+    s, t = source[members], target[members]
+    fewest = max(1, math.ceil(s.sum() / source_row), math.ceil(t.sum() / target_row))
+    most = min(len(members), max(fewest, int(s.sum() / s.max()), int(t.sum() / t.max())))
+    tried: list[tuple[float, Cut]] = []
+    for count in sorted({round(n) for n in np.geomspace(fewest, max(fewest, most), 6)}):
+        rows = level(s, t, count)
+        lengths = _extent(s, rows), _extent(t, rows)
+        if lengths[0] <= source_row and lengths[1] <= target_row:
+            tried.append((count * cost(*lengths), Cut([[int(members[i]) for i in row] for row in rows], *lengths)))
+    if not tried:  # few long examples that do not level out
+        rows = pack(s, t, source_row, target_row)
+        return Cut([[int(members[i]) for i in row] for row in rows], _extent(s, rows), _extent(t, rows))
+    return min(tried, key=lambda pair: pair[0])[1]
+
+
+def level(source: np.ndarray, target: np.ndarray, count: int) -> list[list[int]]:
+    """Spread examples over so many rows as evenly as we can in both streams; never more rows than examples.
+
+    >>> level(np.array([5, 3, 4, 2]), np.array([2, 2, 1, 1]), count=2)
     [[0, 3], [1, 2]]
     """
     a, b = source / source.sum(), target / target.sum()
-    load_a, load_b = np.zeros(len(rows)), np.zeros(len(rows))
-    spread: list[list[int]] = [[] for _ in rows]
+    load_a, load_b = np.zeros(count), np.zeros(count)
+    spread: list[list[int]] = [[] for _ in range(count)]
     for i in np.argsort(-np.maximum(a, b), kind="stable").tolist():
         row = int(np.maximum(load_a + a[i], load_b + b[i]).argmin())
         load_a[row] += a[i]
         load_b[row] += b[i]
         spread[row].append(i)
-    return spread
+    return [row for row in spread if row]
 
 
-def arrange(
-    source: np.ndarray, target: np.ndarray, source_row: int, target_row: int, static: bool
-) -> tuple[list[list[int]], int, int]:
-    """Rows of examples and how long both streams' rows must be: as given, or if not ``static`` as the longest is.
-
-    >>> arrange(np.array([5, 3, 4, 2]), np.array([2, 2, 1, 1]), source_row=9, target_row=5, static=False)
-    ([[0, 3], [1, 2]], 7, 3)
-    """
-    rows = pack(source, target, source_row, target_row)
-    if static:
-        return rows, source_row, target_row
-    even = level(source, target, rows)
-    fits = extent(source, even) <= source_row and extent(target, even) <= target_row
-    rows = even if fits else rows
-    return rows, extent(source, rows), extent(target, rows)
-
-
-def extent(lengths: np.ndarray, rows: Sequence[Sequence[int]]) -> int:
-    """The longest row's length in one stream.
-
-    >>> extent(np.array([5, 3, 4]), [[0, 1], [2]])
-    8
-    """
-    return max(int(lengths[list(row)].sum()) for row in rows)
+def _extent(lengths: np.ndarray, rows: list[list[int]]) -> int:
+    return max(int(lengths[row].sum()) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -194,42 +248,38 @@ class RowShape:
     rows_per_step: float
 
 
+_cut_rows = functools.partial(cut_static, micro_rows=1)
+
+
 def measure(
     source: np.ndarray,
     target: np.ndarray,
     steps: Sequence[np.ndarray],
     source_row: int,
     target_row: int,
-    static: bool = True,
-    cost: Callable[[int, int], float] = lambda s, t: s + t,
-) -> tuple[RowShape, float]:
-    """Pack each step's examples at these row lengths: how full they come out, and the mean cost of a step.
+    cut: Callable[[np.ndarray, np.ndarray, int, int], list[Cut]] = _cut_rows,
+) -> RowShape:
+    """Cut each step's examples at these row lengths and see how full they come out.
 
-    >>> measure(np.array([4, 4]), np.array([2, 1]), [np.array([0, 1])], 8, 4)[0]
+    >>> measure(np.array([4, 4]), np.array([2, 1]), [np.array([0, 1])], 8, 4)
     RowShape(source_row=8, target_row=4, source_fill=1.0, target_fill=0.75, fill=0.9166666666666666, rows_per_step=1.0)
     """
-    rows = source_slots = target_slots = 0
-    price = 0.0
-    for step in steps:
-        found, s, t = arrange(source[step], target[step], source_row, target_row, static)
-        rows += len(found)
-        source_slots += len(found) * s
-        target_slots += len(found) * t
-        price += len(found) * cost(s, t)
+    cuts = [c for step in steps for c in cut(source[step], target[step], source_row, target_row)]
+    rows = sum(len(c.rows) for c in cuts)
+    room = sum(len(c.rows) * c.source_row for c in cuts), sum(len(c.rows) * c.target_row for c in cuts)
     taken = np.concatenate(steps)
     real = int(source[taken].sum()), int(target[taken].sum())
-    fills = real[0] / source_slots, real[1] / target_slots, sum(real) / (source_slots + target_slots)
-    return RowShape(source_row, target_row, *fills, rows / len(steps)), price / len(steps)
+    fills = real[0] / room[0], real[1] / room[1], sum(real) / sum(room)
+    return RowShape(source_row, target_row, *fills, rows / len(steps))
 
 
 def pick_rows(
     source: np.ndarray,
     target: np.ndarray,
     steps: Sequence[np.ndarray],
-    cost: Callable[[int, int], float],
+    cost: Cost,
     source_row: int = 0,
     target_row: int = 0,
-    static: bool = True,
 ) -> RowShape:
     """The row lengths at which the sampled steps cost least, ``cost`` being that of one row; given ones are kept.
 
@@ -237,7 +287,7 @@ def pick_rows(
     around the data's own ratio; then the neighbours of the best. Among shapes within 2% of the least cost, the one
     whose emptier stream is fullest wins.
 
-    >>> pick_rows(np.array([5, 3, 6, 2]), np.array([2, 2, 4, 1]), [np.arange(4)], cost=lambda s, t: s + t).source_row
+    >>> pick_rows(np.array([5, 3, 6, 2]), np.array([2, 2, 4, 1]), [np.arange(4)], cost=slots).source_row
     8
     """
     longest_s, longest_t = _up(source.max()), _up(target.max())
@@ -247,7 +297,8 @@ def pick_rows(
     def attempt(s: float, t: float) -> None:
         shape = (source_row or max(_up(s), longest_s), target_row or max(_up(t), longest_t))
         if shape not in tried:
-            tried[shape] = measure(source, target, steps, *shape, static, cost)
+            found = measure(source, target, steps, *shape)
+            tried[shape] = found, found.rows_per_step * cost(*shape)
 
     def best() -> RowShape:
         least = min(price for _, price in tried.values())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from t2t.kernels import cpu, reference
@@ -16,6 +18,7 @@ __all__ = [
     "dropout",
     "dropout_add",
     "linear_cross_entropy",
+    "random_from",
     "relative_bias",
     "relu_dropout",
     "rms_norm",
@@ -25,6 +28,14 @@ __all__ = [
 
 def _on(x: Tensor) -> Any:
     return cpu if x.device.type == "cpu" else reference
+
+
+def random_from(seed: int, device: torch.device, alone: bool) -> AbstractContextManager[None]:
+    """Seed what dropout draws: torch's own generator, or where others run beside us, one of this thread's own."""
+    if device.type == "cpu" and not alone:
+        return cpu.random_from(seed)
+    torch.manual_seed(seed)
+    return nullcontext()
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:

@@ -55,6 +55,20 @@ class T5Config:
     eos_id: int = 1
     initializer_factor: float = 1.0
 
+    def row_cost(self, source_row: int, target_row: int, score_weight: float = 1.0) -> float:
+        """Work of one packed row forward, in multiply-adds; row lengths are picked by it.
+
+        ``score_weight`` is what an attention score costs besides its multiplications: softmax, mask and dropout pass
+        over memory where they are not fused.
+        """
+        inner = self.num_heads * self.d_kv
+        feed = (3 if self.gated else 2) * self.d_model * self.d_ff
+        encoder = self.num_layers * (4 * self.d_model * inner + feed)
+        cross_memory = self.num_decoder_layers * 2 * self.d_model * inner
+        decoder = self.num_decoder_layers * (6 * self.d_model * inner + feed) + self.vocab_size * self.d_model
+        scores = self.num_layers * source_row**2 + self.num_decoder_layers * target_row * (target_row + source_row)
+        return (encoder + cross_memory) * source_row + decoder * target_row + score_weight * 2 * inner * scores
+
     @classmethod
     def from_huggingface(cls, raw: Mapping[str, Any]) -> T5Config:
         """Read the fields of a Hugging Face ``config.json`` of model type t5, mt5 or umt5."""
@@ -334,21 +348,6 @@ class T5(nn.Module):
                 nn.init.constant_(parameter, factor)
             else:
                 nn.init.normal_(parameter, std=factor * scales.get(leaf, c.d_model**-0.5))
-
-    def row_cost(self, source_row: int, target_row: int, score_weight: float = 1.0) -> float:
-        """Work of one packed row forward, in multiply-adds; row lengths are picked by it.
-
-        ``score_weight`` is what an attention score costs besides its multiplications: softmax, mask and dropout pass
-        over memory where they are not fused.
-        """
-        c = self.config
-        inner = c.num_heads * c.d_kv
-        feed = (3 if c.gated else 2) * c.d_model * c.d_ff
-        encoder = c.num_layers * (4 * c.d_model * inner + feed)
-        cross_memory = c.num_decoder_layers * 2 * c.d_model * inner
-        decoder = c.num_decoder_layers * (6 * c.d_model * inner + feed) + c.vocab_size * c.d_model
-        scores = c.num_layers * source_row**2 + c.num_decoder_layers * target_row * (target_row + source_row)
-        return (encoder + cross_memory) * source_row + decoder * target_row + score_weight * 2 * inner * scores
 
     def encode(self, source_ids: Tensor, source_segments: Tensor) -> Tensor:
         """The memory [R, S, D]."""

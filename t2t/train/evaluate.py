@@ -108,7 +108,7 @@ def evaluate(
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     pairs = tokenize(examples, loaded.tokenizer, data.max_source_length, data.max_target_length)
-    shape = pick_shape(pairs, data, config.generate.batch, loaded.model.row_cost, config.run.seed, static=False)
+    shape = pick_shape(pairs, data, config.generate.batch, loaded.model.config.row_cost, config.run.seed, static=False)
     ids = loaded.model.config
     rows = math.ceil(shape.rows_per_step)
     loader = Loader(pairs, config.generate.batch, shape, rows, 0, ids.start_id, ids.pad_id, static=False, shuffle=False)

@@ -38,9 +38,10 @@ from t2t.optim.build import Optimizer, default_lr, schedule, state_bytes
 from t2t.terminal import Progress, human_bytes, human_count, table
 from t2t.train import evaluate, trackers
 from t2t.train.signals import StopRequest
-from t2t.train.step import Diverged, StepResult, train_step
+from t2t.train.step import Diverged, Map, StepResult, train_step
+from t2t.train.step import workers as worker_map
 
-MICRO_SLOTS = {True: 4096, False: 131072}  # in a micro-batch on a CPU and elsewhere, when train.micro_rows is "auto"
+MICRO_SLOTS = {True: 16384, False: 131072}  # in a micro-batch on a CPU and elsewhere, when train.micro_rows is "auto"
 # Keys that may differ between a run and its resumption: where, how fast and what is told, never what is learned.
 # The data's files may move; their content is checked by its fingerprint.
 FREE_KEYS = (
@@ -101,6 +102,7 @@ class Run:
     loader: Loader
     validation: Loader | None
     optimizer: Optimizer
+    over: Map
     total_steps: int
     report: Callable[[str], None]
     step: int = 0
@@ -168,10 +170,12 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     if config.train.gradient_checkpointing:
         for block in [*model.encoder.block, *model.decoder.block]:
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
-    loader = _loader(config, model, device, splits.train, shuffle=True)
+    # Recomputing replays torch's own generator, which threads would have to share.
+    workers = 1 if config.train.gradient_checkpointing else devices.workers(device)
+    loader = _loader(config, model, device, splits.train, True, workers)
     validation = None
     if len(splits.validation):
-        validation = _loader(config, model, device, splits.validation, shuffle=False)
+        validation = _loader(config, model, device, splits.validation, False, workers=1)
     else:
         _check_nothing_evaluated(config)
     total = config.train.steps or max(1, math.ceil(config.train.epochs * loader.steps_per_epoch))
@@ -180,16 +184,14 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
         lr = default_lr(config.optim.name, model.family, from_scratch=not config.model.path)
     optimizer = Optimizer(dict(model.named_parameters()), config.optim, lr, schedule(config.optim, total))
     model.train()
-    return Run(
-        config, config.run_dir, device, tokenizer, model, raw, splits, loader, validation, optimizer, total, report
-    )
+    parts = (config, config.run_dir, device, tokenizer, model, raw, splits, loader, validation, optimizer)
+    return Run(*parts, over=worker_map(workers) if workers > 1 else map, total_steps=total, report=report)
 
 
-def _loader(config: Config, model: T5, device: torch.device, pairs: Pairs, shuffle: bool) -> Loader:
-    static = devices.static_shapes(device)
-    cost = functools.partial(model.row_cost, score_weight=devices.score_weight(device))
-    shape = pick_shape(pairs, config.data, config.train.batch, cost, config.run.seed, static)
-    given = config.train.micro_rows
+def _loader(config: Config, model: T5, device: torch.device, pairs: Pairs, shuffle: bool, workers: int) -> Loader:
+    static, given = devices.static_shapes(device), config.train.micro_rows
+    cost = functools.partial(model.config.row_cost, score_weight=devices.score_weight(device))
+    shape = pick_shape(pairs, config.data, config.train.batch, cost, config.run.seed, static, workers)
     return Loader(
         pairs,
         config.train.batch,
@@ -201,6 +203,8 @@ def _loader(config: Config, model: T5, device: torch.device, pairs: Pairs, shuff
         objective=config.data.objective,
         static=static,
         shuffle=shuffle,
+        cost=cost,
+        workers=workers,
     )
 
 
@@ -327,7 +331,9 @@ def _step(run: Run, batches: list[Batch]) -> StepResult:
     config = run.config
     smoothing = config.train.label_smoothing
     try:
-        return train_step(run.model, run.optimizer, batches, run.step, config.run.seed, config.optim.clip, smoothing)
+        return train_step(
+            run.model, run.optimizer, batches, run.step, config.run.seed, config.optim.clip, smoothing, run.over
+        )
     except Diverged as error:
         _write_crash(run, error)
         raise

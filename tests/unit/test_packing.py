@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 
 from t2t.data import packing
 from t2t.data.loader import step_examples
-from t2t.data.packing import IGNORE, RowShape, arrange, collate, measure, pack, pick_rows
-from t2t.models.t5 import T5, T5Config
+from t2t.data.packing import IGNORE, RowShape, collate, cut_ragged, cut_static, measure, pack, pick_rows
+from t2t.models.t5 import T5Config
 
 Lengths = tuple[np.ndarray, np.ndarray]
 
@@ -89,25 +90,39 @@ def test_collate_writes_every_token_once_and_shifts_within_segments(seed: int) -
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_rows_of_varying_shape_hold_the_same_and_are_cut_at_the_longest(seed: int) -> None:
+def test_static_cuts_have_one_shape(seed: int) -> None:
     (source, target), (source_row, target_row) = random_lengths(np.random.default_rng(seed))
-    packed = pack(source, target, source_row, target_row)
-    assert arrange(source, target, source_row, target_row, static=True) == (packed, source_row, target_row)
-    rows, longest_source, longest_target = arrange(source, target, source_row, target_row, static=False)
-    assert sorted(i for row in rows for i in row) == list(range(len(source)))
-    assert len(rows) == len(packed)
-    assert max(source[row].sum() for row in rows) == longest_source <= source_row
-    assert max(target[row].sum() for row in rows) == longest_target <= target_row
+    cuts = cut_static(source, target, source_row, target_row, micro_rows=3)
+    assert [row for cut in cuts for row in cut.rows if row] == pack(source, target, source_row, target_row)
+    assert {(len(cut.rows), cut.source_row, cut.target_row) for cut in cuts} == {(3, source_row, target_row)}
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_ragged_cuts_hold_every_example_once_and_end_where_the_longest_row_does(seed: int, workers: int) -> None:
+    (source, target), (source_row, target_row) = random_lengths(np.random.default_rng(seed))
+    cuts = cut_ragged(source, target, source_row, target_row, micro_rows=2, workers=workers)
+    assert sorted(i for cut in cuts for row in cut.rows for i in row) == list(range(len(source)))
+    for cut in cuts:
+        assert max(source[row].sum() for row in cut.rows) == cut.source_row <= source_row
+        assert max(target[row].sum() for row in cut.rows) == cut.target_row <= target_row
+        assert all(cut.rows)
+
+
+def test_ragged_cuts_give_every_worker_its_part_and_choose_the_cheapest_rows() -> None:
+    source, target = np.full(64, 10), np.full(64, 6)
+    halves = cut_ragged(source, target, 40, 24, micro_rows=99, workers=2)
+    assert [sum(len(row) for row in cut.rows) for cut in halves] == [32, 32]
+    (cheap,) = cut_ragged(source, target, 40, 24, micro_rows=99, cost=lambda s, t: s + t + 1)
+    (dear,) = cut_ragged(source, target, 40, 24, micro_rows=99, cost=lambda s, t: (s + t) ** 2)
+    assert (len(cheap.rows), len(dear.rows)) == (16, 64)
 
 
 def test_fills_are_real_tokens_over_slots() -> None:
     source, target, steps = np.array([4, 4, 6]), np.array([2, 1, 2]), [np.array([0, 1]), np.array([2])]
-    shape, price = measure(source, target, steps, 8, 4, cost=lambda s, t: 10 * s + t)
-    assert shape == RowShape(8, 4, 14 / 16, 5 / 8, 19 / 24, 1.0)
-    assert price == 84
-    shape, price = measure(source, target, steps, 8, 4, static=False, cost=lambda s, t: 10 * s + t)
-    assert (shape.source_fill, shape.target_fill, shape.fill) == (1.0, 1.0, 1.0)
-    assert price == (83 + 62) / 2
+    assert measure(source, target, steps, 8, 4) == RowShape(8, 4, 14 / 16, 5 / 8, 19 / 24, 1.0)
+    ragged = measure(source, target, steps, 8, 4, functools.partial(cut_ragged, micro_rows=9, cost=lambda s, t: 1.0))
+    assert (ragged.source_fill, ragged.target_fill, ragged.fill) == (1.0, 1.0, 1.0)
 
 
 def test_picked_rows_hold_the_longest_example_and_given_ones_are_kept() -> None:
@@ -124,7 +139,7 @@ def test_picked_rows_hold_the_longest_example_and_given_ones_are_kept() -> None:
     assert shape.target_row >= target.max()
     assert pick_rows(source, target, steps, cost, source_row=93).source_row == 93
     both = pick_rows(source, target, steps, cost, source_row=93, target_row=51)
-    assert both == measure(source, target, steps, 93, 51)[0]
+    assert both == measure(source, target, steps, 93, 51)
 
 
 def test_dear_attention_makes_shorter_rows() -> None:
@@ -161,9 +176,9 @@ def like_scitldr(count: int = 3000) -> Lengths:
 def test_rows_of_a_t5_small_come_out_full(lengths: type[Lengths], batch: int, least: float) -> None:
     source, target = lengths()
     with torch.device("meta"):
-        cost = T5(T5Config()).row_cost
+        cost = T5Config().row_cost
     picked_on = [step_examples(len(source), batch, n, seed=5) for n in range(2048 // batch)]
     shape = pick_rows(source, target, picked_on, cost)
     # What counts is the data not yet seen by the picking.
     others = [step_examples(len(source), batch, n, seed=6) for n in range(2048 // batch)]
-    assert measure(source, target, others, shape.source_row, shape.target_row)[0].fill >= least
+    assert measure(source, target, others, shape.source_row, shape.target_row).fill >= least

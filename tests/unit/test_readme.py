@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TOY = ["--train.steps", "2", "--train.batch", "8", "--data.max_samples", "24", "--data.max_validation_samples", "4", "--run.threads", "1", "--train.log_every", "1"]
+TOY = ["--train.steps", "2", "--train.batch", "8", "--data.max_samples", "24", "--data.max_validation_samples", "4"]
+TOY += ["--run.threads", "1", "--train.log_every", "1"]
 
 
 def blocks(language: str) -> list[str]:
