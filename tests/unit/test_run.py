@@ -214,7 +214,7 @@ def test_stopped_and_resumed_is_the_uninterrupted_run(make: Make, optimizer: str
     whole, parts = make("whole", **settings), make("parts", **settings)
     figures = train(whole, quiet)
     # Step 5 lies inside the second epoch; each step has several micro-batches.
-    assert len(run.build(whole, quiet).loader.step(4)) > 2
+    assert len(run.build(whole, quiet).loader.step(4)) > 1
     lines: list[str] = []
     train(make("parts", train__stop_at="2", **settings), quiet)
     train(make("parts", train__stop_at="5", **settings), lines.append)

@@ -17,7 +17,7 @@ from t2t.data.tokens import Bytes, Pairs, tokenize
 from t2t.models import load as models
 from t2t.models.t5 import T5
 from t2t.optim.build import Optimizer
-from t2t.train.step import Diverged, StepResult, batch_loss, train_step
+from t2t.train.step import Diverged, StepResult, batch_loss, train_step, workers
 
 RAW = {
     "model_type": "t5", "vocab_size": 384, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2,
@@ -57,6 +57,19 @@ def step(model: T5, micro: list[Batch], number: int = 0, clip: float = 1.0, smoo
 
 def weights(model: T5) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_threads_change_nothing_not_even_dropout() -> None:
+    results = []
+    for over in (map, workers(2), workers(3)):
+        model = make_model(dropout=0.3)
+        made = make_optimizer(model)
+        figures = [train_step(model, made, batches(2), n, 1, 0.05, 0.0, over) for n in range(3)]
+        results.append((figures, weights(model)))
+    (first, first_weights), *others = results
+    for figures, moved in others:
+        assert figures == first
+        assert all(torch.equal(moved[name], first_weights[name]) for name in moved)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
