@@ -253,16 +253,20 @@ def summary(run: Run) -> str:
     dtype = str(run.model.head.dtype).removeprefix("torch.")
     memory = weights + state_bytes(parameters, config.optim) + activation_bytes(run)
     have = devices.total_memory(run.device)
+    bound = "" if run.loader.static else "up to "
+    rate = f"{config.optim.schedule}, peak rate {run.optimizer.lr:g}"
+    if config.optim.relative_step:
+        rate = "rate by the step number"
     fills = f"{shape.source_fill:.2f} / {shape.target_fill:.2f}"
     epochs, micro_rows = run.total_steps / run.loader.steps_per_epoch, run.loader.micro_rows
     rows = [
         ("model", f"{config.model.path or config.model.config} ({run.raw['model_type']}, {dtype})"),
         ("parameters", f"{human_count(count)}, {human_count(trained)} trained, {human_bytes(weights)}"),
         ("data", f"{len(run.splits.train):,} examples, {len(run.splits.validation):,} held out"),
-        ("rows", f"{shape.source_row} + {shape.target_row} slots, filled {fills}"),
+        ("rows", f"{bound}{shape.source_row} + {shape.target_row} slots, filled {fills}"),
         ("batch", f"{per_step:,} examples, about {per_step * lengths:,.0f} tokens, {micro_rows} rows at once"),
         ("steps", f"{run.total_steps:,} ({epochs:.2f} epochs), at step {run.step:,}"),
-        ("optimizer", f"{config.optim.name}, {config.optim.schedule}, peak rate {run.optimizer.lr:g}"),
+        ("optimizer", f"{config.optim.name}, {rate}"),
         ("device", devices.describe(run.device)),
         ("memory", f"about {human_bytes(memory)}" + (f" of {human_bytes(have)}" if have else "")),
         ("folder", str(run.folder)),

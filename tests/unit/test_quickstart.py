@@ -43,7 +43,8 @@ def test_quickstart_shows_and_keeps_what_was_learned(
     samples = out.partition("What it makes of text without diacritics")[2].splitlines()[1:]
     assert any(line.startswith("  ") and ("*" in line or "~" in line) for line in samples)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert log[-1]["step"] == 2 and log[-1]["validation_word_accuracy"] == pytest.approx(result["after"], abs=1e-4)
+    assert log[-1]["step"] == 2
+    assert 0 < log[-1]["validation_loss"] < 1
     assert load(folder / "model").settings.source_transforms == ("strip_diacritics",)
 
     # Cut off before its result was written, it goes on; finished, it begins anew.
