@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100
-LOGITS = {"cpu": 2**24, "gpu": 2**28}  # most logits held at once
+LOGITS = {"cpu": 2**25, "gpu": 2**28}  # most logits held at once
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -150,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         precise = _precise(hidden.dtype)
         losses = hidden.new_zeros(labels.shape[0], dtype=precise)
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=precise) if need_weight else None
+        grad_weight: Any = None
         for start in range(0, labels.shape[0], chunk):
             rows = slice(start, start + chunk)
             valid = labels[rows] != IGNORE
@@ -170,10 +171,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad = grad.scatter_add_(1, target, count * (smoothing - 1)).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
-            if grad_weight is not None and grad.dtype == precise:
+            if need_weight and grad_weight is None:
+                grad_weight = (grad.T @ hidden[rows]).to(precise)
+            elif need_weight and grad.dtype == precise:
                 grad_weight.addmm_(grad.T, hidden[rows])
-            elif grad_weight is not None:
+            elif need_weight:
                 grad_weight.add_(grad.T @ hidden[rows])
+        if need_weight and grad_weight is None:  # not a single position
+            grad_weight = torch.zeros_like(weight, dtype=precise)
         ctx.grads = grad_hidden, grad_weight
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses

@@ -357,9 +357,12 @@ class T5(nn.Module):
         self, source_ids: Tensor, source_segments: Tensor, target_ids: Tensor, target_segments: Tensor
     ) -> Tensor:
         """What the head multiplies, [R, T, D]. ``target_ids`` are shifted right within each segment."""
-        memory = self.encode(source_ids, source_segments)
-        hidden = self.decoder(self.shared(target_ids), target_segments, memory, source_segments)
-        return self._scaled(hidden)
+        # One look-up for both: the gradient of a look-up is as large as the vocabulary.
+        source, target = self.shared(torch.cat([source_ids, target_ids], 1)).split(
+            [source_ids.shape[1], target_ids.shape[1]], 1
+        )
+        memory = self.encoder(source, source_segments)
+        return self._scaled(self.decoder(target, target_segments, memory, source_segments))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         return hidden * self.config.d_model**-0.5 if self.config.scale_outputs else hidden
