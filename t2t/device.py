@@ -53,6 +53,15 @@ def workers(device: torch.device) -> int:
     return torch.get_num_threads() if device.type == "cpu" else 1
 
 
+def micro_slots(device: torch.device) -> int:
+    """How many slots a micro-batch should have when train.micro_rows is "auto".
+
+    >>> micro_slots(torch.device("cpu"))
+    16384
+    """
+    return 16384 if device.type == "cpu" else 131072
+
+
 def static_shapes(device: torch.device) -> bool:
     """Whether every micro-batch must have one shape; an eager CPU may leave empty rows out instead.
 

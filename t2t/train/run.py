@@ -41,7 +41,6 @@ from t2t.train.signals import StopRequest
 from t2t.train.step import Diverged, Map, StepResult, train_step
 from t2t.train.step import workers as worker_map
 
-MICRO_SLOTS = {True: 16384, False: 131072}  # in a micro-batch on a CPU and elsewhere, when train.micro_rows is "auto"
 # Keys that may differ between a run and its resumption: where, how fast and what is told, never what is learned.
 # The data's files may move; their content is checked by its fingerprint.
 FREE_KEYS = (
@@ -217,7 +216,7 @@ def _check_nothing_evaluated(config: Config) -> None:
 
 def _auto_micro_rows(shape: RowShape, device: torch.device) -> int:
     """As many rows as the device likes at once, in even parts of a step with a little room, so that few stay empty."""
-    most = max(1, MICRO_SLOTS[device.type == "cpu"] // (shape.source_row + shape.target_row))
+    most = max(1, devices.micro_slots(device) // (shape.source_row + shape.target_row))
     rows = 1.03 * shape.rows_per_step + 1
     return math.ceil(rows / math.ceil(rows / most))
 

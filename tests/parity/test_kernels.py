@@ -261,3 +261,23 @@ def test_attention_drops_weights_not_values() -> None:
     # Equal weights of a third over unit values: an entry shows its own weight, dropped or doubled.
     shown = {round(x, 4) for x in out[..., :3].flatten().tolist()}
     assert shown == {0.0, 0.6667}
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_add_and_relu_dropout_are_dropout_with_its_own_mask(rate: float) -> None:
+    x, y = torch.randn(7, 33, dtype=torch.float64), torch.randn(7, 33, dtype=torch.float64)
+    grad = torch.randn(7, 33, dtype=torch.float64)
+    torch.manual_seed(5)
+    mask = kernels.dropout(torch.ones_like(x), rate)  # the same seed draws the same mask
+    for made, expected in (
+        (lambda a, b: kernels.dropout_add(a, b, rate), lambda a, b: a + b * mask),
+        (lambda a, b: kernels.relu_dropout(b, rate) + 0 * a, lambda a, b: F.relu(b) * mask + 0 * a),
+    ):
+        torch.manual_seed(5)
+        results = []
+        for function in (made, expected):
+            a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
+            out = function(a, b)
+            results.append([out, *torch.autograd.grad(out, (a, b), grad)])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
