@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
@@ -44,6 +45,19 @@ def use_threads(count: int) -> int:
     return torch.get_num_threads()
 
 
+def keep_memory() -> None:
+    """Let the process keep the memory that it frees, where the C library is glibc, and do nothing elsewhere.
+
+    glibc hands large blocks back at once, and each new one faults in page by page; a training step on a CPU makes and
+    drops hundreds of megabytes.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        arena_max, mmap_max, trim_threshold = -8, -4, -1  # from malloc.h
+        for parameter, value in ((arena_max, 1), (mmap_max, 0), (trim_threshold, 2**31 - 1)):
+            mallopt(parameter, value)
+
+
 def workers(device: torch.device) -> int:
     """How many micro-batches are best computed at once: one a core on a CPU, else one.
 
@@ -63,21 +77,12 @@ def micro_slots(device: torch.device) -> int:
 
 
 def static_shapes(device: torch.device) -> bool:
-    """Whether every micro-batch must have one shape; an eager CPU may leave empty rows out instead.
+    """Whether every micro-batch must have one shape; an eager CPU takes one row without padding instead.
 
     >>> static_shapes(torch.device("cpu"))
     False
     """
     return device.type != "cpu"
-
-
-def score_weight(device: torch.device) -> float:
-    """What an attention score costs against its multiplications alone, when row lengths are picked.
-
-    >>> score_weight(torch.device("cpu"))
-    3.0
-    """
-    return 3.0 if device.type == "cpu" else 1.0  # on a CPU softmax, mask and dropout pass over memory, measured
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ import numpy as np
 from t2t.config import Data
 from t2t.data import order
 from t2t.data.objectives import OBJECTIVES
-from t2t.data.packing import Batch, Cost, RowShape, collate, cut_ragged, cut_static, measure, pick_rows, slots
+from t2t.data.packing import Batch, Cost, RowShape, collate, cut_flat, cut_static, measure, pick_rows, slots
 from t2t.data.sources import Reader, resolve
 from t2t.data.tasks import Example, Task
 from t2t.data.tokens import Pairs, Tokenizer, tokenize
@@ -82,8 +81,8 @@ class Loader:
 
     Step n of an epoch takes examples n·batch … (n+1)·batch of that epoch's permutation and packs them among
     themselves; the last step of an epoch takes what is left. With ``static`` every micro-batch has one shape
-    (`packing.cut_static`); without, each has its own, the cheapest by ``cost``, and there is a multiple of ``workers``
-    of them (`packing.cut_ragged`).
+    (`packing.cut_static`); without, each is one row without padding, and there is a multiple of ``workers`` of them,
+    about as large as ``micro_rows`` rows and equal by ``cost`` (`packing.cut_flat`).
     """
 
     def __init__(
@@ -125,8 +124,11 @@ class Loader:
             sources.append(source)
             targets.append(target)
         lengths = np.array([len(s) for s in sources]), np.array([len(t) for t in targets])
-        shape = self.shape.source_row, self.shape.target_row, self.micro_rows
-        cuts = cut_static(*lengths, *shape) if self.static else cut_ragged(*lengths, *shape, self.cost, self.workers)
+        rows = self.shape.source_row, self.shape.target_row
+        if self.static:
+            cuts = cut_static(*lengths, *rows, self.micro_rows)
+        else:
+            cuts = cut_flat(*lengths, self.micro_rows * sum(rows), self.cost, self.workers)
         return [collate(sources, targets, index, *cut, self.start_id, self.pad_id) for cut in cuts]
 
     def steps(self, start: int, stop: int, readers: int = 0) -> Generator[list[Batch], None, None]:
@@ -181,24 +183,20 @@ def step_examples(count: int, batch: int, step: int, seed: int, shuffle: bool = 
     return order.permuted(positions, count, order.key(seed, epoch)) if shuffle else positions
 
 
-def pick_shape(
-    pairs: Pairs, data: Data, batch: int, cost: Cost, seed: int, static: bool = True, workers: int = 1
-) -> RowShape:
+def pick_shape(pairs: Pairs, data: Data, batch: int, cost: Cost, seed: int, static: bool = True) -> RowShape:
     """Row lengths for a run: the given ones, or those that sampled steps cost least at.
 
-    Where shapes may vary they are only bounds, a few examples long; each step finds its own.
+    Where rows may have any length none is picked: the longest example's stands for them.
     """
     source, target = pairs.source.lengths, pairs.target.lengths
     if data.objective == "character_noise":
         source = np.minimum(target + 8, data.max_source_length)  # a two-byte letter may replace a one-byte one
+    if not static:
+        rows = data.source_row or int(source.max()), data.target_row or int(target.max())
+        per_step = min(batch, len(pairs)) * (source.mean() + target.mean()) / sum(rows)
+        return RowShape(*rows, 1.0, 1.0, 1.0, float(per_step))
     sampled = max(1, min(SAMPLED_EXAMPLES // batch, math.ceil(len(pairs) / batch)))
     steps = [step_examples(len(pairs), batch, n, order.key(seed, "sample")) for n in range(sampled)]
-    if not static:
-        bounds = (max(int(side.max()), math.ceil(4 * side.mean())) for side in (source, target))
-        given = (data.source_row, data.target_row)
-        shape = [row or bound for row, bound in zip(given, bounds, strict=True)]
-        cut = functools.partial(cut_ragged, micro_rows=batch, cost=cost, workers=workers)
-        return measure(source, target, steps[:4], shape[0], shape[1], cut)
     if data.source_row and data.target_row:
         return measure(source, target, steps, data.source_row, data.target_row)
     return pick_rows(source, target, steps, cost, data.source_row, data.target_row)

@@ -1,11 +1,10 @@
-"""Examples into rows of one fixed shape: several share a row, told apart by segment ids.
+"""Examples into rows: several share one, told apart by segment ids.
 
 Shapes: R rows, S slots of a source row, T slots of a target row.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -170,70 +169,24 @@ def cut_static(source: np.ndarray, target: np.ndarray, source_row: int, target_r
     return [Cut(rows[i : i + micro_rows], source_row, target_row) for i in range(0, len(rows), micro_rows)]
 
 
-def cut_ragged(
-    source: np.ndarray,
-    target: np.ndarray,
-    source_row: int,
-    target_row: int,
-    micro_rows: int,
-    cost: Cost = slots,
-    workers: int = 1,
-) -> list[Cut]:
-    """Micro-batches for a device that takes any shape: hardly a slot stays empty.
+def cut_flat(source: np.ndarray, target: np.ndarray, most: int, cost: Cost = slots, workers: int = 1) -> list[Cut]:
+    """Micro-batches of one row each, exactly as long as its examples, for a device that takes any shape.
 
-    Examples are cut by length into parts of about equal size, each no more than ``micro_rows`` rows of the given length
-    hold, their number a multiple of ``workers``. Every part is spread evenly over the number of rows that costs least.
+    There are as few as hold about ``most`` slots each, a multiple of ``workers`` of them, and they cost about the same.
 
-    >>> cut_ragged(np.array([5, 3, 4, 2]), np.array([2, 2, 1, 1]), source_row=9, target_row=5, micro_rows=2)
-    [Cut(rows=[[0, 3], [1, 2]], source_row=7, target_row=3)]
+    >>> cut_flat(np.array([5, 3, 4, 2]), np.array([2, 2, 1, 1]), most=10)
+    [Cut(rows=[[0, 3]], source_row=7, target_row=3), Cut(rows=[[1, 2]], source_row=7, target_row=3)]
     """
-    parts = math.ceil(len(pack(source, target, source_row, target_row)) / micro_rows)
-    parts = min(len(source), math.ceil(parts / workers) * workers)
-    order = np.argsort(-(source + target), kind="stable")
-    size = (source + target)[order].astype(np.float64)
-    part = ((np.cumsum(size) - size / 2) * parts / size.sum()).astype(np.int64)
-    members = [order[part == i] for i in range(parts)]
-    return [_spread(source, target, m, source_row, target_row, cost) for m in members if len(m)]
-
-
-def _spread(
-    source: np.ndarray, target: np.ndarray, members: np.ndarray, source_row: int, target_row: int, cost: Cost
-) -> Cut:
-    """The number of even rows that costs least, from as few as the given lengths allow to as many as the longest."""
-    s, t = source[members], target[members]
-    fewest = max(1, math.ceil(s.sum() / source_row), math.ceil(t.sum() / target_row))
-    most = min(len(members), max(fewest, int(s.sum() / s.max()), int(t.sum() / t.max())))
-    tried: list[tuple[float, Cut]] = []
-    for count in sorted({round(n) for n in np.geomspace(fewest, max(fewest, most), 6)}):
-        rows = level(s, t, count)
-        lengths = _extent(s, rows), _extent(t, rows)
-        if lengths[0] <= source_row and lengths[1] <= target_row:
-            tried.append((count * cost(*lengths), Cut([[int(members[i]) for i in row] for row in rows], *lengths)))
-    if not tried:  # few long examples that do not level out
-        rows = pack(s, t, source_row, target_row)
-        return Cut([[int(members[i]) for i in row] for row in rows], _extent(s, rows), _extent(t, rows))
-    return min(tried, key=lambda pair: pair[0])[1]
-
-
-def level(source: np.ndarray, target: np.ndarray, count: int) -> list[list[int]]:
-    """Spread examples over so many rows as evenly as we can in both streams; never more rows than examples.
-
-    >>> level(np.array([5, 3, 4, 2]), np.array([2, 2, 1, 1]), count=2)
-    [[0, 3], [1, 2]]
-    """
-    a, b = source / source.sum(), target / target.sum()
-    load_a, load_b = np.zeros(count), np.zeros(count)
-    spread: list[list[int]] = [[] for _ in range(count)]
-    for i in np.argsort(-np.maximum(a, b), kind="stable").tolist():
-        row = int(np.maximum(load_a + a[i], load_b + b[i]).argmin())
-        load_a[row] += a[i]
-        load_b[row] += b[i]
-        spread[row].append(i)
-    return [row for row in spread if row]
-
-
-def _extent(lengths: np.ndarray, rows: list[list[int]]) -> int:
-    return max(int(lengths[row].sum()) for row in rows)
+    count = math.ceil((source.sum() + target.sum()) / most)
+    count = min(len(source), math.ceil(count / workers) * workers)
+    costs = [cost(s, t) for s, t in zip(source.tolist(), target.tolist(), strict=True)]
+    parts: list[list[int]] = [[] for _ in range(count)]
+    load = [0.0] * count
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        lightest = load.index(min(load))
+        parts[lightest].append(i)
+        load[lightest] += costs[i]
+    return [Cut([part], int(source[part].sum()), int(target[part].sum())) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -248,28 +201,18 @@ class RowShape:
     rows_per_step: float
 
 
-_cut_rows = functools.partial(cut_static, micro_rows=1)
-
-
 def measure(
-    source: np.ndarray,
-    target: np.ndarray,
-    steps: Sequence[np.ndarray],
-    source_row: int,
-    target_row: int,
-    cut: Callable[[np.ndarray, np.ndarray, int, int], list[Cut]] = _cut_rows,
+    source: np.ndarray, target: np.ndarray, steps: Sequence[np.ndarray], source_row: int, target_row: int
 ) -> RowShape:
-    """Cut each step's examples at these row lengths and see how full they come out.
+    """Pack each step's examples at these row lengths and see how full they come out.
 
     >>> measure(np.array([4, 4]), np.array([2, 1]), [np.array([0, 1])], 8, 4)
     RowShape(source_row=8, target_row=4, source_fill=1.0, target_fill=0.75, fill=0.9166666666666666, rows_per_step=1.0)
     """
-    cuts = [c for step in steps for c in cut(source[step], target[step], source_row, target_row)]
-    rows = sum(len(c.rows) for c in cuts)
-    room = sum(len(c.rows) * c.source_row for c in cuts), sum(len(c.rows) * c.target_row for c in cuts)
+    rows = sum(len(pack(source[step], target[step], source_row, target_row)) for step in steps)
     taken = np.concatenate(steps)
     real = int(source[taken].sum()), int(target[taken].sum())
-    fills = real[0] / room[0], real[1] / room[1], sum(real) / sum(room)
+    fills = real[0] / (rows * source_row), real[1] / (rows * target_row), sum(real) / (rows * (source_row + target_row))
     return RowShape(source_row, target_row, *fills, rows / len(steps))
 
 

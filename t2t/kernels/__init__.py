@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,20 +10,21 @@ import torch
 from torch import Tensor
 
 from t2t.kernels import cpu, reference
-from t2t.kernels.reference import IGNORE, additive, relative_bias, rms_norm, segment_mask
+from t2t.kernels.reference import IGNORE, additive, attention_weights, relative_bias
 
 __all__ = [
     "IGNORE",
     "additive",
     "attention",
+    "attention_bias",
+    "attention_weights",
     "dropout",
-    "dropout_add",
     "linear_cross_entropy",
+    "linear_dropout_add",
+    "linear_relu_dropout",
     "random_from",
     "relative_bias",
-    "relu_dropout",
     "rms_norm",
-    "segment_mask",
 ]
 
 
@@ -38,24 +40,41 @@ def random_from(seed: int, device: torch.device, alone: bool) -> AbstractContext
     return nullcontext()
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `reference.rms_norm`."""
+    return _on(x).rms_norm(x, weight, eps)
+
+
 def dropout(x: Tensor, rate: float) -> Tensor:
     """See `reference.dropout`."""
     return _on(x).dropout(x, rate)
 
 
-def dropout_add(x: Tensor, y: Tensor, rate: float) -> Tensor:
-    """See `reference.dropout_add`."""
-    return _on(x).dropout_add(x, y, rate)
+def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float) -> Tensor:
+    """See `reference.linear_dropout_add`."""
+    return _on(x).linear_dropout_add(residual, x, weight, rate)
 
 
-def relu_dropout(x: Tensor, rate: float) -> Tensor:
-    """See `reference.relu_dropout`."""
-    return _on(x).relu_dropout(x, rate)
+def linear_relu_dropout(x: Tensor, weight: Tensor, rate: float) -> Tensor:
+    """See `reference.linear_relu_dropout`."""
+    return _on(x).linear_relu_dropout(x, weight, rate)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_rate: float) -> Tensor:
+def attention_bias(
+    query_segments: Tensor,
+    key_segments: Tensor,
+    causal: bool,
+    table: Tensor | None = None,
+    max_distance: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """See `reference.attention_bias`; what it gives is for `attention` on the same device."""
+    return _on(query_segments).attention_bias(query_segments, key_segments, causal, table, max_distance, dtype)
+
+
+def attention(packed: Sequence[Tensor], bias: Any, rate: float) -> Tensor:
     """See `reference.attention`."""
-    return _on(q).attention(q, k, v, bias, dropout_rate)
+    return _on(packed[0]).attention(packed, bias, rate)
 
 
 def linear_cross_entropy(

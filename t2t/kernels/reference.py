@@ -6,6 +6,7 @@ Shapes: R rows, Q query slots, K key slots, H heads, C channels of a head, N tok
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -37,22 +38,22 @@ def dropout(x: Tensor, rate: float) -> Tensor:
     return F.dropout(x, rate) if rate else x
 
 
-def dropout_add(x: Tensor, y: Tensor, rate: float) -> Tensor:
-    """The residual connection: ``x`` plus what dropout leaves of ``y``.
+def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float) -> Tensor:
+    """The residual connection: ``residual`` plus what dropout leaves of ``x @ weight.T``.
 
-    >>> dropout_add(torch.ones(3), torch.ones(3), 0.0)
-    tensor([2., 2., 2.])
+    >>> linear_dropout_add(torch.ones(2), torch.ones(1), torch.tensor([[-1.0], [2.0]]), 0.0)
+    tensor([0., 3.])
     """
-    return x + dropout(y, rate)
+    return residual + dropout(F.linear(x, weight), rate)
 
 
-def relu_dropout(x: Tensor, rate: float) -> Tensor:
-    """ReLU, then dropout.
+def linear_relu_dropout(x: Tensor, weight: Tensor, rate: float) -> Tensor:
+    """``x @ weight.T`` through ReLU, then dropout.
 
-    >>> relu_dropout(torch.tensor([-1.0, 2.0]), 0.0)
+    >>> linear_relu_dropout(torch.ones(1), torch.tensor([[-1.0], [2.0]]), 0.0)
     tensor([0., 2.])
     """
-    return dropout(F.relu(x), rate)
+    return dropout(F.relu(F.linear(x, weight)), rate)
 
 
 def segment_mask(query_segments: Tensor, key_segments: Tensor, causal: bool) -> Tensor:
@@ -119,26 +120,50 @@ def additive(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return hidden if bias is None else torch.where(mask, bias.to(dtype), hidden)
 
 
+def attention_bias(
+    query_segments: Tensor,
+    key_segments: Tensor,
+    causal: bool,
+    table: Tensor | None,
+    max_distance: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What `attention` adds to its scores: nothing but the mask, or a table's `relative_bias` where the mask lets see.
+
+    >>> segments = torch.tensor([[1, 1, 2]])
+    >>> bias = attention_bias(segments, segments, False, torch.arange(32.0)[:, None], 128, torch.float32)
+    >>> bias[0, 0, 0, :2], bias[0, 0, 2, 2]
+    (tensor([ 0., 17.]), tensor(0.))
+    """
+    mask = segment_mask(query_segments, key_segments, causal)
+    if table is None:
+        return additive(mask, None, dtype)
+    return additive(mask, relative_bias(table, mask.shape[2], mask.shape[3], max_distance, not causal), dtype)
+
+
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
     """Softmax of unscaled scores of q [R, H, Q, C] against k [R, H, K, C], ``bias`` (see `additive`) added.
 
     >>> attention_weights(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 1, 2))
     tensor([[[[0.5000, 0.5000]]]])
     """
-    return (q @ k.mT).add_(bias).softmax(-1, dtype=_precise(q.dtype)).to(q.dtype)
+    return (q @ k.mT).add_(bias).softmax(-1, dtype=wide(q.dtype)).to(q.dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_rate: float) -> Tensor:
-    """Attention over v [R, H, K, C] with `attention_weights`, a share of the weights dropped.
+def attention(packed: Sequence[Tensor], bias: Tensor, rate: float) -> Tensor:
+    """Attention [R, Q, H, C] with `attention_weights`, a share ``rate`` of the weights dropped.
 
-    >>> one = torch.ones(1, 1, 1, 2)
-    >>> attention(one, one, one * 3, torch.zeros(1, 1, 1, 1), 0.0)
-    tensor([[[[3., 3.]]]])
+    ``packed`` are queries, keys and values [R, S, 3, H, C] as one product gives them, or queries [R, Q, 1, H, C] and
+    keys with values [R, K, 2, H, C]; ``bias`` comes from `attention_bias`.
+
+    >>> attention([torch.tensor([1.0, 1.0, 3.0]).view(1, 1, 3, 1, 1)], torch.zeros(1, 1, 1, 1), 0.0)
+    tensor([[[[3.]]]])
     """
-    return dropout(attention_weights(q, k, bias), dropout_rate) @ v
+    q, k, v = (x.transpose(1, 2) for several in packed for x in several.unbind(2))
+    return (dropout(attention_weights(q, k, bias), rate) @ v).transpose(1, 2)
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums are kept in: fp32, or fp64 where the tensors are."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -148,7 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, smoothing, chunk, need_hidden, need_weight):  # type: ignore[no-untyped-def]
-        precise = _precise(hidden.dtype)
+        precise = wide(hidden.dtype)
         losses = hidden.new_zeros(labels.shape[0], dtype=precise)
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight: Any = None

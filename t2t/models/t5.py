@@ -55,19 +55,15 @@ class T5Config:
     eos_id: int = 1
     initializer_factor: float = 1.0
 
-    def row_cost(self, source_row: int, target_row: int, score_weight: float = 1.0) -> float:
-        """Work of one packed row forward, in multiply-adds; row lengths are picked by it.
-
-        ``score_weight`` is what an attention score costs besides its multiplications: softmax, mask and dropout pass
-        over memory where they are not fused.
-        """
+    def row_cost(self, source_row: int, target_row: int) -> float:
+        """Work of one packed row forward, in multiply-adds; row lengths are picked by it."""
         inner = self.num_heads * self.d_kv
         feed = (3 if self.gated else 2) * self.d_model * self.d_ff
         encoder = self.num_layers * (4 * self.d_model * inner + feed)
         cross_memory = self.num_decoder_layers * 2 * self.d_model * inner
         decoder = self.num_decoder_layers * (6 * self.d_model * inner + feed) + self.vocab_size * self.d_model
         scores = self.num_layers * source_row**2 + self.num_decoder_layers * target_row * (target_row + source_row)
-        return (encoder + cross_memory) * source_row + decoder * target_row + score_weight * 2 * inner * scores
+        return (encoder + cross_memory) * source_row + decoder * target_row + 2 * inner * scores
 
     @classmethod
     def from_huggingface(cls, raw: Mapping[str, Any]) -> T5Config:
@@ -133,19 +129,37 @@ class Attention(nn.Module):
         if has_table:
             self.relative_attention_bias = nn.Embedding(config.buckets, config.num_heads)
 
-    def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.config.num_heads, self.config.d_kv)).transpose(1, 2)
+    def project(self, x: Tensor, *names: str) -> Tensor:
+        """Queries, keys or values, or several of them, by one product: [R, S, n, H, C]."""
+        weights = [getattr(self, name).weight for name in names]
+        merged = torch.cat(weights) if len(weights) > 1 else weights[0]
+        return F.linear(x, merged).unflatten(-1, (len(names), self.config.num_heads, self.config.d_kv))
 
-    def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        return self.heads(self.k(memory)), self.heads(self.v(memory))
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [R, H, S, C], as a cache holds them."""
+        keys, values = self.project(x, "k", "v").unbind(2)
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
-    def bias(self, queries: int, keys: int, bidirectional: bool) -> Tensor:
+    def bias(self, segments: Tensor, causal: bool) -> Any:
+        """What the table and the mask add to the scores of self-attention."""
         table = self.relative_attention_bias.weight
-        return kernels.relative_bias(table, queries, keys, self.config.max_distance, bidirectional)
+        return kernels.attention_bias(segments, segments, causal, table, self.config.max_distance, table.dtype)
 
-    def forward(self, x: Tensor, keys_values: tuple[Tensor, Tensor], bias: Tensor, dropout: float) -> Tensor:
-        mixed = kernels.attention(self.heads(self.q(x)), *keys_values, bias, dropout)
-        return self.o(mixed.transpose(1, 2).flatten(2))
+    def forward(self, residual: Tensor, x: Tensor, memory: Tensor | None, bias: Any, dropout: float) -> Tensor:
+        """Attention of ``x`` to itself or to the memory, added to the residual."""
+        if memory is None:
+            packed = [self.project(x, "q", "k", "v")]
+        else:
+            packed = [self.project(x, "q"), self.project(memory, "k", "v")]
+        mixed = kernels.attention(packed, bias, dropout).flatten(2)
+        return kernels.linear_dropout_add(residual, mixed, self.o.weight, dropout)
+
+    def step(self, residual: Tensor, x: Tensor, keys_values: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
+        """Attention of a few queries to what a cache holds, added to the residual."""
+        queries = self.project(x, "q").squeeze(2).transpose(1, 2)
+        keys, values = keys_values
+        mixed = kernels.attention_weights(queries, keys, bias) @ values
+        return residual + self.o(mixed.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -162,12 +176,15 @@ class FeedForward(nn.Module):
         self.wo = nn.Linear(config.d_ff, config.d_model, bias=False)
         self.gated = config.gated
 
-    def forward(self, x: Tensor, dropout: float) -> Tensor:
+    def forward(self, residual: Tensor, x: Tensor, dropout: float) -> Tensor:
+        """Added to the residual."""
         if self.gated:
-            return self.wo(kernels.dropout(self.activation(self.wi_0(x)) * self.wi_1(x), dropout))
-        if self.activation is F.relu:
-            return self.wo(kernels.relu_dropout(self.wi(x), dropout))
-        return self.wo(kernels.dropout(self.activation(self.wi(x)), dropout))
+            hidden = kernels.dropout(self.activation(self.wi_0(x)) * self.wi_1(x), dropout)
+        elif self.activation is F.relu:
+            hidden = kernels.linear_relu_dropout(x, self.wi.weight, dropout)
+        else:
+            hidden = kernels.dropout(self.activation(self.wi(x)), dropout)
+        return kernels.linear_dropout_add(residual, hidden, self.wo.weight, dropout)
 
 
 class Layer(nn.Module):
@@ -199,27 +216,30 @@ class Block(nn.Module):
         """Attention to the memory, in a decoder."""
         return cast(Attention, self.layer[1].EncDecAttention)
 
-    def forward(
-        self,
-        x: Tensor,
-        bias: Tensor,
-        memory: Tensor | None = None,
-        memory_bias: Tensor | None = None,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """One pass; with a cache, ``x`` is one new token a row, and keys and values of the others come from there."""
-        rate = self.dropout if self.training else 0.0
-        norms = [cast(Norm, layer.layer_norm) for layer in self.layer]
-        feed = cast(FeedForward, self.layer[-1].DenseReluDense)
+    @property
+    def feed(self) -> FeedForward:
+        """The MLP."""
+        return cast(FeedForward, self.layer[-1].DenseReluDense)
+
+    @property
+    def norms(self) -> list[Norm]:
+        """The norm before each."""
+        return [cast(Norm, layer.layer_norm) for layer in self.layer]
+
+    def forward(self, x: Tensor, bias: Any, memory: Tensor | None = None, memory_bias: Any = None) -> Tensor:
+        rate, norms = self.dropout if self.training else 0.0, self.norms
+        x = self.attention(x, norms[0](x), None, bias, rate)
+        if memory is not None:
+            x = self.cross(x, norms[1](x), memory, memory_bias, rate)
+        return self.feed(x, norms[-1](x), rate)
+
+    def step(self, x: Tensor, bias: Tensor, memory_bias: Tensor, cache: LayerCache) -> Tensor:
+        """One new token a beam [R, K, D]; keys and values of the others come from the cache."""
+        norms = self.norms
         normed = norms[0](x)
-        keys_values = self.attention.keys_values(normed)
-        if cache is not None:
-            keys_values = cache.append(*keys_values)
-        x = kernels.dropout_add(x, self.attention(normed, keys_values, bias, rate), rate)
-        if memory_bias is not None:
-            keys_values = cache.memory if cache is not None else self.cross.keys_values(cast(Tensor, memory))
-            x = kernels.dropout_add(x, self.cross(norms[1](x), keys_values, memory_bias, rate), rate)
-        return kernels.dropout_add(x, feed(norms[-1](x), rate), rate)
+        x = self.attention.step(x, normed, cache.append(*self.attention.keys_values(normed)), bias)
+        x = self.cross.step(x, norms[1](x), cache.memory, memory_bias)
+        return self.feed(x, norms[-1](x), 0.0)
 
 
 class Stack(nn.Module):
@@ -242,17 +262,13 @@ class Stack(nn.Module):
         self, x: Tensor, segments: Tensor, memory: Tensor | None = None, memory_segments: Tensor | None = None
     ) -> Tensor:
         rate = self.config.dropout if self.training else 0.0
-        mask = kernels.segment_mask(segments, segments, causal=self.decoder)
         memory_bias = None
         if memory_segments is not None:
-            memory_mask = kernels.segment_mask(segments, memory_segments, causal=False)
-            memory_bias = kernels.additive(memory_mask, None, x.dtype)
-        x, length = kernels.dropout(x, rate), x.shape[1]
-        bias = None
+            memory_bias = kernels.attention_bias(segments, memory_segments, causal=False, dtype=x.dtype)
+        x, bias = kernels.dropout(x, rate), None
         for block in self.blocks:
             if bias is None or self.config.bias_everywhere:
-                table = block.attention.bias(length, length, bidirectional=not self.decoder)
-                bias = kernels.additive(mask, table, x.dtype)
+                bias = block.attention.bias(segments, causal=self.decoder)
             x = block(x, bias, memory, memory_bias)
         return kernels.dropout(self.final_layer_norm(x), rate)
 
@@ -373,10 +389,12 @@ class T5(nn.Module):
         memory = self.encode(source_ids, source_segments)
         position = torch.zeros(1, dtype=torch.long, device=memory.device)
         mask = torch.ones(length, length, dtype=torch.bool, device=memory.device).tril()[None, None]
-        tables = [
-            block.attention for block in self.decoder.blocks if hasattr(block.attention, "relative_attention_bias")
+        blocks = self.decoder.blocks if c.bias_everywhere else self.decoder.blocks[:1]
+        tables = [block.attention.relative_attention_bias.weight for block in blocks]
+        biases = [
+            kernels.additive(mask, kernels.relative_bias(t, length, length, c.max_distance, False), memory.dtype)
+            for t in tables
         ]
-        biases = [kernels.additive(mask, t.bias(length, length, bidirectional=False), memory.dtype) for t in tables]
         hidden = kernels.additive((source_segments != 0)[:, None, None], None, memory.dtype)
         layers = []
         for block in self.decoder.blocks:
@@ -392,6 +410,6 @@ class T5(nn.Module):
         biases = cache.present_biases()
         for i, block in enumerate(self.decoder.blocks):
             bias = biases[i if self.config.bias_everywhere else 0]
-            x = block(x, bias, None, cache.memory_bias, cache.layers[i])
+            x = block.step(x, bias, cache.memory_bias, cache.layers[i])
         cache.position += 1
         return F.linear(self._scaled(self.decoder.final_layer_norm(x)), self.head).flatten(0, 1)

@@ -108,10 +108,11 @@ def evaluate(
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     pairs = tokenize(examples, loaded.tokenizer, data.max_source_length, data.max_target_length)
-    shape = pick_shape(pairs, data, config.generate.batch, loaded.model.config.row_cost, config.run.seed, static=False)
-    ids = loaded.model.config
-    rows = math.ceil(shape.rows_per_step)
-    loader = Loader(pairs, config.generate.batch, shape, rows, 0, ids.start_id, ids.pad_id, static=False, shuffle=False)
+    own_config, batch = loaded.model.config, config.generate.batch
+    static = devices.static_shapes(loaded.model.head.device)
+    shape = pick_shape(pairs, data, batch, own_config.row_cost, config.run.seed, static)
+    rows, ids = math.ceil(shape.rows_per_step), (own_config.start_id, own_config.pad_id)
+    loader = Loader(pairs, batch, shape, rows, 0, *ids, static=static, shuffle=False)
     figures = loss(loaded.model, loader)
     lengths = data.max_source_length, data.max_target_length
     return figures | score(names, loaded.model, loaded.tokenizer, examples, config.generate, *lengths, output)

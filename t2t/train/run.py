@@ -156,6 +156,7 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     models.find(config.model.path) if config.model.path else models.read_config(config.model.config)
     device = devices.resolve(config.run.device)
     devices.use_threads(config.run.threads)
+    devices.keep_memory()
     dtype = devices.compute_dtype(config.train.precision, device)
     tokenizer = load_tokenizer(config)
     splits = read_splits(config.data, tokenizer, config.run.seed)
@@ -189,8 +190,8 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
 
 def _loader(config: Config, model: T5, device: torch.device, pairs: Pairs, shuffle: bool, workers: int) -> Loader:
     static, given = devices.static_shapes(device), config.train.micro_rows
-    cost = functools.partial(model.config.row_cost, score_weight=devices.score_weight(device))
-    shape = pick_shape(pairs, config.data, config.train.batch, cost, config.run.seed, static, workers)
+    cost = model.config.row_cost
+    shape = pick_shape(pairs, config.data, config.train.batch, cost, config.run.seed, static)
     return Loader(
         pairs,
         config.train.batch,
@@ -252,18 +253,21 @@ def summary(run: Run) -> str:
     dtype = str(run.model.head.dtype).removeprefix("torch.")
     memory = weights + state_bytes(parameters, config.optim) + activation_bytes(run)
     have = devices.total_memory(run.device)
-    bound = "" if run.loader.static else "up to "
     rate = f"{config.optim.schedule}, peak rate {run.optimizer.lr:g}"
     if config.optim.relative_step:
         rate = "rate by the step number"
-    fills = f"{shape.source_fill:.2f} / {shape.target_fill:.2f}"
     epochs, micro_rows = run.total_steps / run.loader.steps_per_epoch, run.loader.micro_rows
+    fills = f"filled {shape.source_fill:.2f} / {shape.target_fill:.2f}"
+    packed, at_once = f"{shape.source_row} + {shape.target_row} slots, {fills}", f"{micro_rows} rows at once"
+    if not run.loader.static:
+        packed = "as long as their examples, without padding"
+        at_once = f"at most {micro_rows * (shape.source_row + shape.target_row):,} a micro-batch"
     rows = [
         ("model", f"{config.model.path or config.model.config} ({run.raw['model_type']}, {dtype})"),
         ("parameters", f"{human_count(count)}, {human_count(trained)} trained, {human_bytes(weights)}"),
         ("data", f"{len(run.splits.train):,} examples, {len(run.splits.validation):,} held out"),
-        ("rows", f"{bound}{shape.source_row} + {shape.target_row} slots, filled {fills}"),
-        ("batch", f"{per_step:,} examples, about {per_step * lengths:,.0f} tokens, {micro_rows} rows at once"),
+        ("rows", packed),
+        ("batch", f"{per_step:,} examples, about {per_step * lengths:,.0f} tokens, {at_once}"),
         ("steps", f"{run.total_steps:,} ({epochs:.2f} epochs), at step {run.step:,}"),
         ("optimizer", f"{config.optim.name}, {rate}"),
         ("device", devices.describe(run.device)),
@@ -274,18 +278,30 @@ def summary(run: Run) -> str:
 
 
 def activation_bytes(run: Run) -> int:
-    """A rough figure of what forward keeps for backward, of one micro-batch."""
-    c, shape, rows = run.model.config, run.loader.shape, run.loader.micro_rows
-    size = run.model.head.element_size()
+    """A rough figure of what forward keeps for backward of what is computed at once."""
+    c, shape, pairs = run.model.config, run.loader.shape, run.splits.train
     inner = c.num_heads * c.d_kv
-    token = 8 * c.d_model + 4 * inner + (6 if c.gated else 4) * c.d_ff
-    scores = c.num_heads * (2 if c.dropout else 1)
-    source = shape.source_row * (token + scores * shape.source_row)
-    target = shape.target_row * (token + 4 * inner + scores * (shape.source_row + shape.target_row))
+    rows, seen, score = (
+        float(run.loader.micro_rows),
+        (float(shape.source_row), float(shape.target_row)),
+        c.num_heads * 1.0,
+    )
+    if run.loader.static:
+        token = 8 * c.d_model + 4 * inner + (6 if c.gated else 4) * c.d_ff
+        score *= 2 if c.dropout else 1
+    else:  # whole steps in rows of their own length, of which every segment sees itself; see kernels/cpu
+        seen = float(pairs.source.lengths.mean()), float(pairs.target.lengths.mean())
+        most = run.loader.workers * run.loader.micro_rows * (shape.source_row + shape.target_row)
+        rows = min(run.config.train.batch, len(pairs), most / sum(seen))
+        token = 5 * c.d_model + 4 * inner + (5 if c.gated else 1) * c.d_ff
+        score *= 1 + 2 * c.dropout
+    source = seen[0] * (token + score * seen[0])
+    target = seen[1] * (token + 4 * inner + score * sum(seen))
+    layers = c.num_layers * source + c.num_decoder_layers * target
     if run.config.train.gradient_checkpointing:
-        kept = c.num_layers * shape.source_row * c.d_model + c.num_decoder_layers * shape.target_row * c.d_model
-        return rows * size * (kept + max(source, target))
-    return rows * size * (c.num_layers * source + c.num_decoder_layers * target)
+        kept = c.num_layers * seen[0] + c.num_decoder_layers * seen[1]
+        layers = kept * c.d_model + max(source, target)
+    return int(rows * run.model.head.element_size() * layers)
 
 
 def _loop(run: Run) -> dict[str, float]:

@@ -1,8 +1,9 @@
-"""The reference kernels against torch's and transformers' own."""
+"""The reference kernels against torch's and transformers' own, and the CPU's against them."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from t2t import kernels
-from t2t.kernels import reference
+from t2t.kernels import cpu, reference
+from t2t.kernels.cpu.dropout import dropped
 
 
 def problem(tokens: int = 10, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +133,7 @@ def test_dropout_replays_from_the_seed_and_moves_on() -> None:
 
 
 def test_dropout_entries_are_independent() -> None:
-    """Four draws come out of one random number: neighbours, and the four places, must not show it."""
+    """What is dropped is drawn by its gaps: neighbours, and any place, must not show it."""
     torch.manual_seed(6)
     kept = (kernels.dropout(torch.ones(400_000), 0.5) != 0).double()
     for lag in range(1, 9):
@@ -206,7 +208,7 @@ def test_relative_bias_made_in_generation_serves_training() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_segment_mask_says_who_sees_whom(causal: bool) -> None:
     queries, keys = torch.tensor([[1, 1, 2, 3, 0], [0, 0, 0, 0, 0]]), torch.tensor([[1, 1, 2, 2, 0], [1, 1, 0, 0, 0]])
-    mask = kernels.segment_mask(queries, keys, causal)
+    mask = reference.segment_mask(queries, keys, causal)
     assert mask.shape == (2, 1, 5, 5)
     for row in range(2):
         for q in range(5):
@@ -216,68 +218,183 @@ def test_segment_mask_says_who_sees_whom(causal: bool) -> None:
 
 
 def test_segment_mask_of_other_lengths() -> None:
-    mask = kernels.segment_mask(torch.tensor([[1, 2]]), torch.tensor([[1, 1, 2, 0]]), causal=False)
+    mask = reference.segment_mask(torch.tensor([[1, 2]]), torch.tensor([[1, 1, 2, 0]]), causal=False)
     assert mask[0, 0].tolist() == [[True, True, False, False], [False, False, True, False]]
 
 
+def packed_rows(causal: bool, self_attention: bool) -> tuple[Tensor, Tensor]:
+    """Segments of queries and keys: long and short, alone in a row or not, with padding, and one that has no keys."""
+    queries = torch.zeros(3, 70, dtype=torch.long)
+    keys = torch.zeros(3, 90, dtype=torch.long)
+    lengths = {(0, 1): (40, 11), (0, 2): (1, 70), (0, 3): (22, 5), (1, 1): (70, 90), (2, 1): (9, 9), (2, 2): (10, 9)}
+    for segments, side in ((queries, 0), (keys, 1)):
+        filled = [0, 0, 0]
+        for (row, number), both in lengths.items():
+            segments[row, filled[row] : filled[row] + both[side]] = number
+            filled[row] += both[side]
+    queries[2, 30:33] = 7
+    return queries, queries if self_attention else keys
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_attention_matches_torch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("self_attention", "causal", "with_table"),
+    [(True, True, True), (True, False, True), (True, True, False), (True, False, False), (False, False, False)],
+)
+@pytest.mark.parametrize("implementation", [reference, cpu])
+def test_attention_matches_torch(
+    implementation: Any, self_attention: bool, causal: bool, with_table: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, n, 4).to(dtype).requires_grad_() for n in (5, 7, 7))
-    table = torch.randn(1, 3, 5, 7).to(dtype).requires_grad_()
-    mask = torch.rand(2, 1, 5, 7) < 0.6
-    mask[..., 0] = True
-    bias = kernels.additive(mask, table, dtype)
-    ours = kernels.attention(q, k, v, bias, 0.0)
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v, table)]
-    hidden = exact[3].masked_fill(~mask, -math.inf)
-    theirs = F.scaled_dot_product_attention(exact[0], exact[1], exact[2], attn_mask=hidden, scale=1.0)
-    off = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    assert ours.dtype == dtype
-    assert (ours - theirs).norm() < off * theirs.norm()
-    upstream = torch.randn(theirs.shape).to(dtype)
+    heads, channels = 3, 4
+    query_segments, key_segments = packed_rows(causal, self_attention)
+    shapes = [(query_segments, 3)] if self_attention else [(query_segments, 1), (key_segments, 2)]
+    packed = [
+        torch.randn(*segments.shape, parts, heads, channels).to(dtype).requires_grad_() for segments, parts in shapes
+    ]
+    table = torch.randn(8, heads).to(dtype).requires_grad_()
+    inputs = [*packed, table] if with_table else packed
+    bias = implementation.attention_bias(
+        query_segments, key_segments, causal, table if with_table else None, max_distance=10, dtype=dtype
+    )
+    ours = implementation.attention(packed, bias, 0.0)
+    assert ours.dtype == dtype and ours.shape == (*query_segments.shape, heads, channels)
+
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    q, k, v = (x.transpose(1, 2) for several in exact[: len(packed)] for x in several.unbind(2))
+    mask = reference.segment_mask(query_segments, key_segments, causal)
+    hidden = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -math.inf)
+    if with_table:
+        hidden = hidden + reference.relative_bias(exact[-1], *mask.shape[2:], 10, not causal)
+    theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden, scale=1.0).transpose(1, 2)
+    seen = mask.any(-1)[:, 0]  # what sees nothing is padding, and nobody's business but that it is finite
+    assert 0 < seen.sum() < seen.numel()
+    assert ours.isfinite().all()
+
+    off = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    assert (ours - theirs)[seen].norm() < off * theirs[seen].norm()
+    upstream = torch.randn(theirs.shape).to(dtype) * seen[..., None, None]
     for a, b in zip(
-        torch.autograd.grad(ours, (q, k, v, table), upstream),
-        torch.autograd.grad(theirs, exact, upstream.double()),
+        torch.autograd.grad(ours, inputs, upstream),
+        torch.autograd.grad(theirs.where(seen[..., None, None], 0), exact, upstream.double()),
         strict=True,
     ):
         assert (a - b).norm() < off * b.norm()
 
 
+def test_segments_share_a_block_up_to_a_size_and_a_share_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same result from blocks of one segment each as from a few large ones."""
+    torch.manual_seed(0)
+    segments = torch.repeat_interleave(torch.arange(1, 13), torch.tensor([9, 8, 9, 3, 8, 8, 1, 9, 7, 8, 2, 9]))[None]
+    packed = [torch.randn(*segments.shape, 3, 2, 4, dtype=torch.float64, requires_grad=True)]
+    table = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
+    results, counts = [], []
+    for scores in (1, 2 * 9 * 9 * 4, 10**6):
+        monkeypatch.setattr(cpu.blocks, "SCORES", scores)
+        bias = cpu.attention_bias(segments, segments, True, table, 10, torch.float64)
+        out = cpu.attention(packed, bias, 0.0)
+        counts.append(len(bias.biases))
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*packed, table])])
+    assert counts[0] == 12 > counts[1] > counts[2] > 1
+    for result in results[1:]:
+        for ours, expected in zip(result, results[0], strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_attention_with_nothing_to_look_at_stays_finite(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("implementation", [reference, cpu])
+def test_attention_with_nothing_to_look_at_stays_finite(implementation: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    q, k, v = ((torch.randn(1, 2, 4, 4) * 3).to(dtype).requires_grad_() for _ in range(3))
-    out = kernels.attention(q, k, v, kernels.additive(torch.zeros(1, 1, 4, 4, dtype=torch.bool), None, dtype), 0.0)
+    packed = (torch.randn(1, 4, 3, 2, 4) * 3).to(dtype).requires_grad_()
+    empty = torch.zeros(1, 4, dtype=torch.long)
+    out = implementation.attention([packed], implementation.attention_bias(empty, empty, True, None, 0, dtype), 0.0)
     assert out.isfinite().all()
-    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+    assert torch.autograd.grad(out.sum(), packed)[0].isfinite().all()
 
 
-def test_attention_drops_weights_not_values() -> None:
+@pytest.mark.parametrize("implementation", [reference, cpu])
+def test_attention_drops_weights_not_values(implementation: Any) -> None:
     torch.manual_seed(0)
-    q, k = torch.zeros(2, 1, 1, 3, 4)
-    v = torch.eye(3, 4)[None, None]
-    out = kernels.attention(q, k, v, torch.zeros(1, 1, 3, 3), 0.5)
+    packed = torch.zeros(1, 3, 3, 1, 4)
+    packed[0, :, 2, 0] = torch.eye(3, 4)
+    segments = torch.ones(1, 3, dtype=torch.long)
+    out = implementation.attention(
+        [packed], implementation.attention_bias(segments, segments, False, None, 0, torch.float32), 0.5
+    )
     # Equal weights of a third over unit values: an entry shows its own weight, dropped or doubled.
     shown = {round(x, 4) for x in out[..., :3].flatten().tolist()}
     assert shown == {0.0, 0.6667}
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_dropout_add_and_relu_dropout_are_dropout_with_its_own_mask(rate: float) -> None:
-    x, y = torch.randn(7, 33, dtype=torch.float64), torch.randn(7, 33, dtype=torch.float64)
-    grad = torch.randn(7, 33, dtype=torch.float64)
+def test_gradients_follow_what_attention_dropped(rate: float) -> None:
+    """Against differences of two values, what is dropped staying the same."""
+    segments = torch.repeat_interleave(torch.arange(1, 5), torch.tensor([3, 2, 3, 1]))[None]
+    torch.manual_seed(0)
+    packed = torch.randn(1, 9, 3, 2, 3, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
+
+    def out(packed: Tensor, table: Tensor) -> Tensor:
+        torch.manual_seed(4)
+        return cpu.attention([packed], cpu.attention_bias(segments, segments, False, table, 10, torch.float64), rate)
+
+    assert not torch.equal(out(packed, table), out(packed, table) * 0)
+    assert torch.autograd.gradcheck(out, (packed, table))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("frozen", [None, 0, 1, 2])
+def test_linear_kernels_are_the_reference_with_the_same_entries_dropped(rate: float, frozen: int | None) -> None:
+    torch.manual_seed(1)
+    inputs = [torch.randn(*shape, dtype=torch.float64) for shape in ((2, 7, 33), (2, 7, 5), (33, 5))]
+    grad = torch.randn(2, 7, 33, dtype=torch.float64)
     torch.manual_seed(5)
-    mask = kernels.dropout(torch.ones_like(x), rate)  # the same seed draws the same mask
+    mask = kernels.dropout(torch.ones(2, 7, 33, dtype=torch.float64), rate)  # the same seed draws the same mask
     for made, expected in (
-        (lambda a, b: kernels.dropout_add(a, b, rate), lambda a, b: a + b * mask),
-        (lambda a, b: kernels.relu_dropout(b, rate) + 0 * a, lambda a, b: F.relu(b) * mask + 0 * a),
+        (
+            lambda residual, x, w: kernels.linear_dropout_add(residual, x, w, rate),
+            lambda residual, x, w: residual + F.linear(x, w) * mask,
+        ),
+        (
+            lambda residual, x, w: residual + kernels.linear_relu_dropout(x, w, rate),
+            lambda residual, x, w: residual + F.relu(F.linear(x, w)) * mask,
+        ),
     ):
-        torch.manual_seed(5)
         results = []
         for function in (made, expected):
-            a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
-            out = function(a, b)
-            results.append([out, *torch.autograd.grad(out, (a, b), grad)])
+            own = [x.clone().requires_grad_(i != frozen) for i, x in enumerate(inputs)]
+            torch.manual_seed(5)
+            out = function(*own)
+            results.append([out, *torch.autograd.grad(out, [x for x in own if x.requires_grad], grad)])
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_rms_norm_on_a_cpu_has_the_gradients_of_the_reference() -> None:
+    torch.manual_seed(2)
+    x = torch.randn(3, 4, 17, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(17, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn_like(x)
+    ours, theirs = cpu.rms_norm(x, weight, 1e-3), reference.rms_norm(x, weight, 1e-3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+    for a, b in zip(*(torch.autograd.grad(y, (x, weight), grad) for y in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("rate", [0.003, 0.1, 0.5, 0.9])
+def test_gaps_between_dropped_entries_are_geometric(rate: float) -> None:
+    torch.manual_seed(7)
+    places = dropped(2_000_000, rate)
+    assert places.dtype == torch.int64 and (places.diff() > 0).all() and places[0] >= 0 and places[-1] < 2_000_000
+    gaps = places.diff()
+    for gap in (1, 2, 3, 7):
+        share = rate * (1 - rate) ** (gap - 1)
+        assert abs((gaps == gap).double().mean() - share) < 5 * math.sqrt(share * (1 - share) / len(gaps))
+
+
+def test_few_draws_are_followed_by_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math, "sqrt", lambda x: -x / 5 * 0.9)  # draw a tenth of what is needed at a time
+    torch.manual_seed(8)
+    places = dropped(100_000, 0.2)
+    assert abs(len(places) / 100_000 - 0.2) < 0.01
+    assert (places.diff() > 0).all() and places[-1] < 100_000

@@ -77,8 +77,12 @@ def pair(raw: Raw, huggingface: Build, tmp_path: Path) -> tuple[T5, Any]:
     return load.load(tmp_path / "peer")[0].eval(), peer
 
 
+@pytest.mark.parametrize("implementation", [kernels.cpu, kernels.reference])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_and_every_gradient_match_transformers(pair: tuple[T5, Any], smoothing: float) -> None:
+def test_loss_and_every_gradient_match_transformers(
+    pair: tuple[T5, Any], smoothing: float, implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_on", lambda x: implementation)
     model, peer = pair
     rows = ragged(model.config.vocab_size)
     ours, theirs = loss_of(model, rows, smoothing)[0], peer_loss(peer, rows, smoothing)

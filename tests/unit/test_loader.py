@@ -94,16 +94,18 @@ def test_an_error_in_the_background_comes_out(monkeypatch: pytest.MonkeyPatch) -
 
 def test_static_batches_have_one_shape_and_the_same_examples() -> None:
     pairs = make_pairs(50)
-    static, ragged = (make_loader(pairs, 16, micro_rows=3, static=static) for static in (True, False))
+    static, flat = (make_loader(pairs, 16, micro_rows=3, static=static) for static in (True, False))
     shape = 3, static.shape.source_row
     for n in range(8):
         batches = static.step(n)
         assert {batch.source_ids.shape for batch in batches} == {shape}
         assert {batch.labels.shape for batch in batches} == {(3, static.shape.target_row)}
-        assert sorted(examples_of(batches)) == sorted(examples_of(ragged.step(n)))
-        assert sum(batch.tokens for batch in batches) == sum(batch.tokens for batch in ragged.step(n))
+        assert sorted(examples_of(batches)) == sorted(examples_of(flat.step(n)))
+        assert sum(batch.tokens for batch in batches) == sum(batch.tokens for batch in flat.step(n))
     assert any((static.step(n)[-1].example_ids == -1).all(1).any() for n in range(8))
-    assert len({batch.source_ids.shape for n in range(8) for batch in ragged.step(n)}) > 1
+    batches = [batch for n in range(8) for batch in flat.step(n)]
+    assert len({batch.source_ids.shape for batch in batches}) > 1
+    assert all(batch.source_segments.all() and batch.target_segments.all() for batch in batches)
 
 
 def test_any_cut_of_a_step_holds_the_same_examples() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from t2t.data import packing
 from t2t.data.loader import step_examples
-from t2t.data.packing import IGNORE, RowShape, collate, cut_ragged, cut_static, measure, pack, pick_rows
+from t2t.data.packing import IGNORE, RowShape, collate, cut_flat, cut_static, measure, pack, pick_rows
 from t2t.models.t5 import T5Config
 
 Lengths = tuple[np.ndarray, np.ndarray]
@@ -99,30 +98,37 @@ def test_static_cuts_have_one_shape(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_ragged_cuts_hold_every_example_once_and_end_where_the_longest_row_does(seed: int, workers: int) -> None:
-    (source, target), (source_row, target_row) = random_lengths(np.random.default_rng(seed))
-    cuts = cut_ragged(source, target, source_row, target_row, micro_rows=2, workers=workers)
+def test_flat_cuts_hold_every_example_once_and_no_padding(seed: int, workers: int) -> None:
+    (source, target), rows = random_lengths(np.random.default_rng(seed))
+    cuts = cut_flat(source, target, most=2 * sum(rows), workers=workers)
     assert sorted(i for cut in cuts for row in cut.rows for i in row) == list(range(len(source)))
     for cut in cuts:
-        assert max(source[row].sum() for row in cut.rows) == cut.source_row <= source_row
-        assert max(target[row].sum() for row in cut.rows) == cut.target_row <= target_row
-        assert all(cut.rows)
+        (row,) = cut.rows
+        assert (cut.source_row, cut.target_row) == (source[row].sum(), target[row].sum())
+        assert row
+    total = (source + target).sum()
+    assert len(cuts) >= min(len(source), total / (2 * sum(rows)))
+    assert len(cuts) % workers == 0 or len(cuts) == len(source)
+    assert max(cut.source_row + cut.target_row for cut in cuts) <= total / len(cuts) + (source + target).max()
 
 
-def test_ragged_cuts_give_every_worker_its_part_and_choose_the_cheapest_rows() -> None:
-    source, target = np.full(64, 10), np.full(64, 6)
-    halves = cut_ragged(source, target, 40, 24, micro_rows=99, workers=2)
-    assert [sum(len(row) for row in cut.rows) for cut in halves] == [32, 32]
-    (cheap,) = cut_ragged(source, target, 40, 24, micro_rows=99, cost=lambda s, t: s + t + 1)
-    (dear,) = cut_ragged(source, target, 40, 24, micro_rows=99, cost=lambda s, t: (s + t) ** 2)
-    assert (len(cheap.rows), len(dear.rows)) == (16, 64)
+def test_flat_cuts_cost_the_same() -> None:
+    rng = np.random.default_rng(0)
+    source, target = rng.integers(1, 200, 64), rng.integers(1, 100, 64)
+
+    def cost(s: int, t: int) -> float:
+        return s**2 + 3 * t
+
+    costs = [
+        sum(cost(source[i], target[i]) for i in cut.rows[0]) for cut in cut_flat(source, target, 10**9, cost, workers=4)
+    ]
+    assert len(costs) == 4
+    assert max(costs) < 1.02 * min(costs)
 
 
 def test_fills_are_real_tokens_over_slots() -> None:
     source, target, steps = np.array([4, 4, 6]), np.array([2, 1, 2]), [np.array([0, 1]), np.array([2])]
     assert measure(source, target, steps, 8, 4) == RowShape(8, 4, 14 / 16, 5 / 8, 19 / 24, 1.0)
-    ragged = measure(source, target, steps, 8, 4, functools.partial(cut_ragged, micro_rows=9, cost=lambda s, t: 1.0))
-    assert (ragged.source_fill, ragged.target_fill, ragged.fill) == (1.0, 1.0, 1.0)
 
 
 def test_picked_rows_hold_the_longest_example_and_given_ones_are_kept() -> None:

@@ -189,7 +189,8 @@ def test_the_expected_memory_grows_with_what_is_held(make: Make) -> None:
     def expected(**overrides: str) -> int:
         return run.activation_bytes(run.build(make(**overrides), quiet))
 
-    assert expected(train__micro_rows="8") == 2 * expected()
+    assert expected(train__micro_rows="1") < expected()
+    assert expected(train__batch="8", train__micro_rows="99") == 2 * expected(train__batch="4", train__micro_rows="99")
     assert expected(train__gradient_checkpointing="true") < expected()
     assert "memory      about" in run.summary(run.build(make(), quiet))
 

@@ -1,0 +1,136 @@
+"""Products, norm and loss with fewer passes over memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from t2t.kernels import reference
+from t2t.kernels.cpu.dropout import dropped
+from t2t.kernels.reference import IGNORE
+
+
+def linear_relu_dropout(x: Tensor, weight: Tensor, rate: float) -> Tensor:
+    """See `reference.linear_relu_dropout`: only the result is kept for backward, which tells what was dropped.
+
+    >>> linear_relu_dropout(torch.ones(1), torch.tensor([[-1.0], [2.0]]), 0.0)
+    tensor([0., 2.])
+    """
+    return _LinearReluDropout.apply(x, weight, rate)
+
+
+class _LinearReluDropout(Function):
+    @staticmethod
+    def forward(ctx, x, weight, rate):  # type: ignore[no-untyped-def]
+        ctx.scale = 1.0 / (1.0 - rate)
+        rows = x.reshape(-1, x.shape[-1])
+        y = _scaled_product(rows, weight.T, ctx.scale).relu_()
+        if rate:
+            y.view(-1).index_fill_(0, dropped(y.numel(), rate), 0.0)
+        ctx.save_for_backward(rows, weight, y)
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight, y = ctx.saved_tensors
+        live = torch.ops.aten.threshold_backward(grad.reshape(y.shape), y, 0)
+        grads = _linear_grads(ctx.needs_input_grad, live, x, weight, ctx.scale)
+        return grads[0] if grads[0] is None else grads[0].view(*grad.shape[:-1], -1), grads[1], None
+
+
+def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float) -> Tensor:
+    """See `reference.linear_dropout_add`: the product adds itself to the residual, and what is dropped is put back.
+
+    >>> linear_dropout_add(torch.ones(2), torch.ones(1), torch.tensor([[-1.0], [2.0]]), 0.0)
+    tensor([0., 3.])
+    """
+    return _LinearDropoutAdd.apply(residual, x, weight, rate)
+
+
+class _LinearDropoutAdd(Function):
+    @staticmethod
+    def forward(ctx, residual, x, weight, rate):  # type: ignore[no-untyped-def]
+        ctx.scale = 1.0 / (1.0 - rate)
+        rows, base = x.reshape(-1, x.shape[-1]), residual.reshape(-1, residual.shape[-1])
+        y = torch.addmm(base, rows, weight.T, alpha=ctx.scale)
+        index = dropped(y.numel(), rate) if rate else None
+        if index is not None:
+            y.view(-1).index_copy_(0, index, base.reshape(-1).index_select(0, index))
+        ctx.save_for_backward(rows, weight, index)
+        return y.view(residual.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight, index = ctx.saved_tensors
+        live = grad.reshape(-1, grad.shape[-1])
+        if index is not None:
+            live = live.clone(memory_format=torch.contiguous_format)
+            live.view(-1).index_fill_(0, index, 0.0)
+        grads = _linear_grads(ctx.needs_input_grad[1:], live, x, weight, ctx.scale)
+        return grad, grads[0] if grads[0] is None else grads[0].view(*grad.shape[:-1], -1), grads[1], None
+
+
+def _linear_grads(needed, grad, x, weight, scale):  # type: ignore[no-untyped-def]
+    """Gradients of ``scale * x @ weight.T`` for both, as far as they are needed."""
+    return (
+        _scaled_product(grad, weight, scale) if needed[0] else None,
+        _scaled_product(grad.T, x, scale) if needed[1] else None,
+    )
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """``scale * a @ b``, the scaling done by the product."""
+    out = a.new_empty(a.shape[0], b.shape[1])
+    return torch.addmm(out, a, b, beta=0.0, alpha=scale, out=out)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `reference.rms_norm`: what passes over memory remain are few, in backward above all.
+
+    >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0)
+    tensor([[0.8485, 1.1314]])
+    """
+    if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
+        return reference.rms_norm(x, weight, eps)
+    return _RmsNorm.apply(x, weight, eps)
+
+
+class _RmsNorm(Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
+        rows = x.reshape(-1, x.shape[-1])
+        inverse = torch.linalg.vector_norm(rows, dim=-1).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(rows, weight, inverse)
+        return torch.mul(rows, inverse[:, None]).mul_(weight).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight, inverse = ctx.saved_tensors
+        rows = grad.reshape(x.shape)
+        product = rows * x
+        # Of y = x * inverse * weight: one term through x, one through inverse, which has a sum over the row in it.
+        slope = torch.mv(product, weight).mul_(inverse).mul_(inverse).mul_(inverse).div_(-x.shape[1])
+        grad_weight = torch.mv(product.T, inverse) if ctx.needs_input_grad[1] else None
+        grad_x = torch.mul(rows, weight, out=product).mul_(inverse[:, None]).addcmul_(x, slope[:, None])
+        return grad_x.view(grad.shape), grad_weight, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float = 0.0, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `reference.linear_cross_entropy`: positions without a label are left out before the matrix product.
+
+    >>> total, each = linear_cross_entropy(torch.zeros(2, 4), torch.ones(8, 4), torch.tensor([3, -100]))
+    >>> round(total.item(), 4), [round(x, 4) for x in each.tolist()]
+    (2.0794, [2.0794, 0.0])
+    """
+    index = (labels != IGNORE).nonzero()[:, 0]
+    if len(index) == len(labels):
+        return reference.linear_cross_entropy(hidden, weight, labels, smoothing, chunk)
+    total, each = reference.linear_cross_entropy(hidden.index_select(0, index), weight, labels[index], smoothing, chunk)
+    return total, each.new_zeros(labels.shape).index_copy_(0, index, each)
