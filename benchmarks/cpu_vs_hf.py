@@ -1,6 +1,6 @@
 """Fine-tuning T5 on two CPU cores: t2t against `Seq2SeqTrainer` of transformers, side by side in one run.
 
-    python benchmarks/cpu_vs_hf.py DATA_DIR [--steps 20] [--out FILE.json]
+    python benchmarks/cpu_vs_hf.py DATA_DIR [--steps 12] [--out FILE.json]
     python benchmarks/cpu_vs_hf.py --smoke
 
 DATA_DIR holds RO-STS as mt/rosts.train.en and mt/rosts.train.ro, and T5's vocabulary as tok/t5_spiece.model.
@@ -95,7 +95,7 @@ class Plan:
     peers: tuple[tuple[str, int], ...]  # attention and micro-batches a step that the probe tries
 
 
-FULL = Plan(64, 3, 20, 6, 3, (("eager", 1), ("eager", 4), ("sdpa", 1), ("sdpa", 4)))
+FULL = Plan(64, 3, 12, 6, 5, (("eager", 1), ("eager", 4), ("sdpa", 1), ("sdpa", 4)))
 SMOKE = Plan(8, 1, 2, 1, 1, (("sdpa", 4),))
 
 

@@ -21,9 +21,9 @@ __all__ = [
     "dropout",
     "linear_cross_entropy",
     "linear_dropout_add",
-    "linear_relu_dropout",
     "random_from",
     "relative_bias",
+    "relu_feed_forward",
     "rms_norm",
 ]
 
@@ -55,9 +55,9 @@ def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float)
     return _on(x).linear_dropout_add(residual, x, weight, rate)
 
 
-def linear_relu_dropout(x: Tensor, weight: Tensor, rate: float) -> Tensor:
-    """See `reference.linear_relu_dropout`."""
-    return _on(x).linear_relu_dropout(x, weight, rate)
+def relu_feed_forward(residual: Tensor, x: Tensor, wide: Tensor, narrow: Tensor, rate: float) -> Tensor:
+    """See `reference.relu_feed_forward`."""
+    return _on(x).relu_feed_forward(residual, x, wide, narrow, rate)
 
 
 def attention_bias(

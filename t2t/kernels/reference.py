@@ -47,13 +47,14 @@ def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float)
     return residual + dropout(F.linear(x, weight), rate)
 
 
-def linear_relu_dropout(x: Tensor, weight: Tensor, rate: float) -> Tensor:
-    """``x @ weight.T`` through ReLU, then dropout.
+def relu_feed_forward(residual: Tensor, x: Tensor, wide: Tensor, narrow: Tensor, rate: float) -> Tensor:
+    """The MLP with ReLU and its residual connection: ``x @ wide.T``, ReLU, dropout, ``@ narrow.T``, dropout, sum.
 
-    >>> linear_relu_dropout(torch.ones(1), torch.tensor([[-1.0], [2.0]]), 0.0)
-    tensor([0., 2.])
+    >>> wide, narrow = torch.tensor([[-1.0], [2.0]]), torch.tensor([[1.0, 1.5]])
+    >>> relu_feed_forward(torch.ones(1), torch.ones(1), wide, narrow, 0.0)
+    tensor([4.])
     """
-    return dropout(F.relu(F.linear(x, weight)), rate)
+    return linear_dropout_add(residual, dropout(F.relu(F.linear(x, wide)), rate), narrow, rate)
 
 
 def segment_mask(query_segments: Tensor, key_segments: Tensor, causal: bool) -> Tensor:
@@ -168,6 +169,22 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _turn_into_gradient(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    """Each row's cross-entropy, 0 where ignored; the logits become its gradient in place."""
+    valid = labels != IGNORE
+    target = labels.masked_fill(~valid, 0)[:, None]
+    picked, peak = logits.gather(1, target), logits.amax(-1, keepdim=True)
+    mean = logits.mean(-1, keepdim=True) if smoothing else 0.0
+    total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
+    loss = total.log() + peak - (1 - smoothing) * picked - smoothing * mean
+    count = valid[:, None].to(logits.dtype)
+    logits.mul_(count / total)
+    if smoothing:
+        logits.sub_(count * (smoothing / logits.shape[1]))
+    logits.scatter_add_(1, target, count * (smoothing - 1))
+    return loss[:, 0] * valid
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Gradients are made in forward, chunk by chunk, from logits that are then dropped."""
 
@@ -179,21 +196,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight: Any = None
         for start in range(0, labels.shape[0], chunk):
             rows = slice(start, start + chunk)
-            valid = labels[rows] != IGNORE
-            target = labels[rows].masked_fill(~valid, 0)[:, None]
-            logits = (hidden[rows] @ weight.T).to(precise)
-            picked, peak = logits.gather(1, target), logits.amax(-1, keepdim=True)
-            mean = logits.mean(-1, keepdim=True) if smoothing else 0.0
-            total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
-            loss = total.log() + peak - (1 - smoothing) * picked - smoothing * mean
-            losses[rows] = loss[:, 0] * valid
+            grad = (hidden[rows] @ weight.T).to(precise)
+            losses[rows] = _turn_into_gradient(grad, labels[rows], smoothing)
             if not (need_hidden or need_weight):
                 continue
-            count = valid[:, None].to(precise)
-            grad = logits.mul_(count / total)
-            if smoothing:
-                grad.sub_(count * (smoothing / weight.shape[0]))
-            grad = grad.scatter_add_(1, target, count * (smoothing - 1)).to(hidden.dtype)
+            grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
             if need_weight and grad_weight is None:

@@ -178,12 +178,10 @@ class FeedForward(nn.Module):
 
     def forward(self, residual: Tensor, x: Tensor, dropout: float) -> Tensor:
         """Added to the residual."""
-        if self.gated:
-            hidden = kernels.dropout(self.activation(self.wi_0(x)) * self.wi_1(x), dropout)
-        elif self.activation is F.relu:
-            hidden = kernels.linear_relu_dropout(x, self.wi.weight, dropout)
-        else:
-            hidden = kernels.dropout(self.activation(self.wi(x)), dropout)
+        if self.activation is F.relu and not self.gated:
+            return kernels.relu_feed_forward(residual, x, self.wi.weight, self.wo.weight, dropout)
+        hidden = self.activation(self.wi_0(x)) * self.wi_1(x) if self.gated else self.activation(self.wi(x))
+        hidden = kernels.dropout(hidden, dropout)
         return kernels.linear_dropout_add(residual, hidden, self.wo.weight, dropout)
 
 

@@ -283,19 +283,20 @@ def test_attention_matches_torch(
 
 
 def test_segments_share_a_block_up_to_a_size_and_a_share_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same result from blocks of one segment each as from a few large ones."""
+    """The same result from blocks of one segment each as from one or a few large ones."""
     torch.manual_seed(0)
     segments = torch.repeat_interleave(torch.arange(1, 13), torch.tensor([9, 8, 9, 3, 8, 8, 1, 9, 7, 8, 2, 9]))[None]
     packed = [torch.randn(*segments.shape, 3, 2, 4, dtype=torch.float64, requires_grad=True)]
     table = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
     results, counts = [], []
-    for scores in (1, 2 * 9 * 9 * 4, 10**6):
+    for scores, calls in ((1, 0), (2 * 9 * 9 * 4, 0), (10**6, 0), (10**6, 10**6)):
         monkeypatch.setattr(cpu.blocks, "SCORES", scores)
+        monkeypatch.setattr(cpu.blocks, "CALLS", calls)
         bias = cpu.attention_bias(segments, segments, True, table, 10, torch.float64)
         out = cpu.attention(packed, bias, 0.0)
         counts.append(len(bias.biases))
         results.append([out, *torch.autograd.grad(out.square().sum(), [*packed, table])])
-    assert counts[0] == 12 > counts[1] > counts[2] > 1
+    assert counts[0] == 12 > counts[1] > counts[2] > counts[3] == 1
     for result in results[1:]:
         for ours, expected in zip(result, results[0], strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
@@ -343,21 +344,26 @@ def test_gradients_follow_what_attention_dropped(rate: float) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize("frozen", [None, 0, 1, 2])
+@pytest.mark.parametrize("frozen", [None, 0, 1, 2, 3])
 def test_linear_kernels_are_the_reference_with_the_same_entries_dropped(rate: float, frozen: int | None) -> None:
     torch.manual_seed(1)
-    inputs = [torch.randn(*shape, dtype=torch.float64) for shape in ((2, 7, 33), (2, 7, 5), (33, 5))]
+    inputs = [torch.randn(*shape, dtype=torch.float64) for shape in ((2, 7, 33), (2, 7, 5), (40, 5), (33, 40))]
     grad = torch.randn(2, 7, 33, dtype=torch.float64)
-    torch.manual_seed(5)
-    mask = kernels.dropout(torch.ones(2, 7, 33, dtype=torch.float64), rate)  # the same seed draws the same mask
+
+    def mask(*shapes: int) -> list[Tensor]:
+        """What the same seed draws for tensors of these widths, one after the other."""
+        torch.manual_seed(5)
+        return [kernels.dropout(torch.ones(2, 7, width, dtype=torch.float64), rate) for width in shapes]
+
+    (one,), (first, second) = mask(33), mask(40, 33)
     for made, expected in (
         (
-            lambda residual, x, w: kernels.linear_dropout_add(residual, x, w, rate),
-            lambda residual, x, w: residual + F.linear(x, w) * mask,
+            lambda residual, x, wide, narrow: kernels.linear_dropout_add(residual, x @ wide.T, narrow, rate),
+            lambda residual, x, wide, narrow: residual + F.linear(x @ wide.T, narrow) * one,
         ),
         (
-            lambda residual, x, w: residual + kernels.linear_relu_dropout(x, w, rate),
-            lambda residual, x, w: residual + F.relu(F.linear(x, w)) * mask,
+            lambda residual, x, wide, narrow: kernels.relu_feed_forward(residual, x, wide, narrow, rate),
+            lambda residual, x, wide, narrow: residual + F.linear(F.relu(F.linear(x, wide)) * first, narrow) * second,
         ),
     ):
         results = []

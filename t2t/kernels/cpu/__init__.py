@@ -2,7 +2,7 @@
 
 from t2t.kernels.cpu.blocks import attention, attention_bias
 from t2t.kernels.cpu.dropout import dropout, random_from
-from t2t.kernels.cpu.linear import linear_cross_entropy, linear_dropout_add, linear_relu_dropout, rms_norm
+from t2t.kernels.cpu.linear import linear_cross_entropy, linear_dropout_add, relu_feed_forward, rms_norm
 
 __all__ = [
     "attention",
@@ -10,7 +10,7 @@ __all__ = [
     "dropout",
     "linear_cross_entropy",
     "linear_dropout_add",
-    "linear_relu_dropout",
     "random_from",
+    "relu_feed_forward",
     "rms_norm",
 ]

@@ -20,7 +20,8 @@ from t2t.kernels import reference
 from t2t.kernels.cpu.dropout import dropped
 
 SCORES = 2**17  # a block has at most so many, which a core's cache holds a few times
-WASTE = 1.25  # padded scores over real ones, at most
+WASTE = 0.25  # of a block's scores, the share that may be padding
+CALLS = 2**13  # the scores that take as long as the calls for one more block: so many may be padding in any case
 STEP = 64  # relative biases are made for lengths in such steps, so that few different ones are
 
 
@@ -84,15 +85,16 @@ def attention_bias(
 ) -> Blocks:
     """See `reference.attention_bias`: segments side by side in blocks instead of a mask over whole rows.
 
-    >>> segments = torch.tensor([[1, 1, 2, 0]])
+    >>> segments = torch.tensor([[1, 1, 2, 2, 0]])
     >>> blocks = attention_bias(segments, segments, False, torch.arange(32.0)[:, None], 128, torch.float32)
-    >>> blocks.queries.longest, blocks.biases
-    ([2, 1], [tensor([[[[ 0., 17.],
-              [ 1.,  0.]]]]), tensor([[[[0.]]]])])
+    >>> blocks.queries.longest, blocks.biases[0][0]
+    ([2], tensor([[[ 0., 17.],
+             [ 1.,  0.]]]))
     """
     queries, keys = _segments(query_segments.numpy()), _segments(key_segments.numpy())
     common = sorted(queries.keys() & keys.keys(), key=lambda c: (-queries[c][1] * keys[c][1], c))
-    ends = _cut([(queries[c][1], keys[c][1]) for c in common], SCORES // (1 if table is None else table.shape[1]))
+    heads = 1 if table is None else table.shape[1]
+    ends = _cut([(queries[c][1], keys[c][1]) for c in common], SCORES // heads, CALLS // heads)
     cut = [common[i:j] for i, j in zip([0, *ends], ends, strict=False)]
     sides = [
         Side([np.array([found[c] for c in block]) for block in cut], segments.numel())
@@ -120,16 +122,17 @@ def _segments(segments: np.ndarray) -> dict[tuple[int, int], tuple[int, int]]:
     return {(row, number): (start, length) for row, number, start, length in found if number}
 
 
-def _cut(sizes: list[tuple[int, int]], most: int) -> list[int]:
+def _cut(sizes: list[tuple[int, int]], most: int, calls: int) -> list[int]:
     """Where blocks end: each holds segments that follow one another, at most so many scores, and little padding.
 
-    >>> _cut([(4, 4), (4, 4), (4, 4), (2, 2)], most=32)
-    [2, 3, 4]
+    >>> _cut([(4, 4), (4, 4), (4, 4), (2, 2)], most=32, calls=0), _cut([(4, 4), (2, 2)], most=32, calls=12)
+    ([2, 3, 4], [2])
     """
     ends, start, real, longest = [], 0, 0, (0, 0)
     for i, (q, k) in enumerate(sizes):
         wider = max(longest[0], q), max(longest[1], k)
-        if i > start and (i - start + 1) * wider[0] * wider[1] > min(most, WASTE * (real + q * k)):
+        padded, wanted = (i - start + 1) * wider[0] * wider[1], real + q * k
+        if i > start and (padded > most or padded - wanted > max(WASTE * padded, calls)):
             ends.append(i)
             start, real, wider = i, 0, (q, k)
         longest, real = wider, real + q * k

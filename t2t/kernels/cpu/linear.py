@@ -12,35 +12,6 @@ from t2t.kernels.cpu.dropout import dropped
 from t2t.kernels.reference import IGNORE
 
 
-def linear_relu_dropout(x: Tensor, weight: Tensor, rate: float) -> Tensor:
-    """See `reference.linear_relu_dropout`: only the result is kept for backward, which tells what was dropped.
-
-    >>> linear_relu_dropout(torch.ones(1), torch.tensor([[-1.0], [2.0]]), 0.0)
-    tensor([0., 2.])
-    """
-    return _LinearReluDropout.apply(x, weight, rate)
-
-
-class _LinearReluDropout(Function):
-    @staticmethod
-    def forward(ctx, x, weight, rate):  # type: ignore[no-untyped-def]
-        ctx.scale = 1.0 / (1.0 - rate)
-        rows = x.reshape(-1, x.shape[-1])
-        y = _scaled_product(rows, weight.T, ctx.scale).relu_()
-        if rate:
-            y.view(-1).index_fill_(0, dropped(y.numel(), rate), 0.0)
-        ctx.save_for_backward(rows, weight, y)
-        return y.view(*x.shape[:-1], len(weight))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, weight, y = ctx.saved_tensors
-        live = torch.ops.aten.threshold_backward(grad.reshape(y.shape), y, 0)
-        grads = _linear_grads(ctx.needs_input_grad, live, x, weight, ctx.scale)
-        return grads[0] if grads[0] is None else grads[0].view(*grad.shape[:-1], -1), grads[1], None
-
-
 def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float) -> Tensor:
     """See `reference.linear_dropout_add`: the product adds itself to the residual, and what is dropped is put back.
 
@@ -53,25 +24,72 @@ def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float)
 class _LinearDropoutAdd(Function):
     @staticmethod
     def forward(ctx, residual, x, weight, rate):  # type: ignore[no-untyped-def]
-        ctx.scale = 1.0 / (1.0 - rate)
-        rows, base = x.reshape(-1, x.shape[-1]), residual.reshape(-1, residual.shape[-1])
-        y = torch.addmm(base, rows, weight.T, alpha=ctx.scale)
-        index = dropped(y.numel(), rate) if rate else None
-        if index is not None:
-            y.view(-1).index_copy_(0, index, base.reshape(-1).index_select(0, index))
+        rows = x.reshape(-1, x.shape[-1])
+        y, index = _product_dropout_add(residual, rows, weight, rate)
+        ctx.rate = rate
         ctx.save_for_backward(rows, weight, index)
-        return y.view(residual.shape)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight, index = ctx.saved_tensors
-        live = grad.reshape(-1, grad.shape[-1])
-        if index is not None:
-            live = live.clone(memory_format=torch.contiguous_format)
-            live.view(-1).index_fill_(0, index, 0.0)
-        grads = _linear_grads(ctx.needs_input_grad[1:], live, x, weight, ctx.scale)
-        return grad, grads[0] if grads[0] is None else grads[0].view(*grad.shape[:-1], -1), grads[1], None
+        scale = 1.0 / (1.0 - ctx.rate)
+        grad_x, grad_weight = _linear_grads(ctx.needs_input_grad[1:], _without(grad, index), x, weight, scale)
+        return grad, grad_x if grad_x is None else grad_x.view(*grad.shape[:-1], -1), grad_weight, None
+
+
+def relu_feed_forward(residual: Tensor, x: Tensor, wide: Tensor, narrow: Tensor, rate: float) -> Tensor:
+    """See `reference.relu_feed_forward`: what is between the products is kept once, and tells what was dropped.
+
+    >>> wide, narrow = torch.tensor([[-1.0], [2.0]]), torch.tensor([[1.0, 1.5]])
+    >>> relu_feed_forward(torch.ones(1), torch.ones(1), wide, narrow, 0.0)
+    tensor([4.])
+    """
+    return _ReluFeedForward.apply(residual, x, wide, narrow, rate)
+
+
+class _ReluFeedForward(Function):
+    @staticmethod
+    def forward(ctx, residual, x, wide, narrow, rate):  # type: ignore[no-untyped-def]
+        ctx.scale = 1.0 / (1.0 - rate)
+        rows = x.reshape(-1, x.shape[-1])
+        between = _scaled_product(rows, wide.T, ctx.scale).relu_()
+        if rate:
+            between.view(-1).index_fill_(0, dropped(between.numel(), rate), 0.0)
+        y, index = _product_dropout_add(residual, between, narrow, rate)
+        ctx.save_for_backward(rows, wide, narrow, between, index)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, wide, narrow, between, index = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        live = _without(grad, index)
+        slope, grad_narrow = _linear_grads((True, needed[3]), live, between, narrow, ctx.scale)
+        torch.ops.aten.threshold_backward.grad_input(slope, between, 0, grad_input=slope)
+        grad_x, grad_wide = _linear_grads(needed[1:3], slope, x, wide, ctx.scale)
+        return grad, grad_x if grad_x is None else grad_x.view(*grad.shape[:-1], -1), grad_wide, grad_narrow, None
+
+
+def _product_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float) -> tuple[Tensor, Tensor | None]:
+    """``residual`` plus what dropout leaves of ``x @ weight.T``, and what it dropped."""
+    base = residual.reshape(-1, residual.shape[-1])
+    y = torch.addmm(base, x, weight.T, alpha=1.0 / (1.0 - rate))
+    index = dropped(y.numel(), rate) if rate else None
+    if index is not None:
+        y.view(-1).index_copy_(0, index, base.reshape(-1).index_select(0, index))
+    return y.view(residual.shape), index
+
+
+def _without(grad: Tensor, index: Tensor | None) -> Tensor:
+    """Rows of the gradient of what dropout left."""
+    live = grad.reshape(-1, grad.shape[-1])
+    if index is not None:
+        live = live.clone(memory_format=torch.contiguous_format)
+        live.view(-1).index_fill_(0, index, 0.0)
+    return live
 
 
 def _linear_grads(needed, grad, x, weight, scale):  # type: ignore[no-untyped-def]
