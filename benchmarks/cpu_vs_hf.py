@@ -12,8 +12,8 @@ alternate; a figure is the median of its rounds.
 
 The peer is given its best: dynamic padding, its own length grouping over the whole data by whichever length pads
 least, fused AdamW, no cache, and of eager or SDPA attention and one micro-batch or four what a short probe finds
-fastest. Grouping makes steps of unequal size, so its timed steps are picked evenly by size from an epoch's; the
-longest, which its order puts first, falls into the warm-up and counts for memory only.
+fastest. Grouping makes steps of unequal size, so its timed steps are picked evenly by size, padding included, from an
+epoch's; the longest, which its order puts first, falls into the warm-up and counts for memory only.
 """
 
 from __future__ import annotations
@@ -386,13 +386,13 @@ def _train_peer(job: Job) -> Trace:
 
 
 def peer_order(pairs: Pairs, batch: int, warmup: int, steps: int) -> list[int]:
-    """The examples of the peer's steps: the first batches of its epoch, then ``steps`` picked evenly by their size."""
+    """The examples of the peer's steps: the first batches of its epoch, then ``steps`` picked evenly by their slots."""
     import numpy as np
 
     order = _grouped(pairs.source.lengths, pairs.target.lengths, batch)
     batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]
-    size = pairs.source.lengths + pairs.target.lengths
-    rest = sorted(batches[warmup:], key=lambda rows: int(size[rows].sum()))
+    source, target = pairs.source.lengths, pairs.target.lengths
+    rest = sorted(batches[warmup:], key=lambda rows: len(rows) * int(source[rows].max() + target[rows].max()))
     middles = ((np.arange(steps) + 0.5) * len(rest) / steps).astype(int)
     timed = [rest[i] for i in middles]
     random.Random(SEED).shuffle(timed)

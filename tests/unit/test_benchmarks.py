@@ -93,7 +93,7 @@ def test_fastest_peer_is_compared_in_alternating_rounds(bench, tmp_path):
         jobs.append(job)
         return figures(next(speeds))
 
-    plan = replace(bench.FULL, steps=20)
+    plan = replace(bench.FULL, steps=20, rounds=3)
     result = bench.compare(tmp_path, [("a", "b")], {"case": (bench.TINY, "bytes")}, plan, run)
     assert [job.steps for job in jobs] == [6] * 4 + [20] * 6
     assert [job.who for job in jobs[4:]] == ["t2t", "transformers"] * 3
