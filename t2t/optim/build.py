@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from t2t.config import Optim
 from t2t.errors import InputError
 from t2t.optim.adafactor import Adafactor
+from t2t.optim.lamb import Lamb
 
 # (optimizer, family) → (fine-tuning, from scratch).
 _RATES: dict[tuple[str, str], tuple[float, float]] = {
@@ -45,6 +46,11 @@ _RATES: dict[tuple[str, str], tuple[float, float]] = {
     ("adafactor", "gpt"): (1e-4, 5e-4),
     ("adafactor", "bert"): (1e-4, 2e-4),
     ("adafactor", ""): (1e-4, 2e-4),
+    # The LAMB paper: about 4e-3 for BERT's large batches, less for ours; half of it in fine-tuning.
+    ("lamb", "t5"): (1e-3, 2e-3),
+    ("lamb", "gpt"): (1e-3, 2e-3),
+    ("lamb", "bert"): (1e-3, 4e-3),
+    ("lamb", ""): (1e-3, 2e-3),
 }
 
 # Devices with a fused AdamW: one pass over memory, on a CPU four times as fast as foreach.
@@ -63,7 +69,11 @@ def decay_groups(named: Mapping[str, Tensor], weight_decay: float) -> list[dict[
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, p in named.items():
         groups[p.ndim > 1 and not name.endswith(".bias") and "relative_attention_bias" not in name].append(p)
-    return [{"params": ps, "weight_decay": weight_decay if decays else 0.0} for decays, ps in groups.items() if ps]
+    return [
+        {"params": ps, "weight_decay": weight_decay if decays else 0.0, "adapt": decays}
+        for decays, ps in groups.items()
+        if ps
+    ]
 
 
 def default_lr(optimizer: str, family: str, from_scratch: bool) -> float:
@@ -77,6 +87,8 @@ def default_lr(optimizer: str, family: str, from_scratch: bool) -> float:
     | adafactor | t5 | 1e-3 | 1e-3 |
     | adafactor | gpt | 1e-4 | 5e-4 |
     | adafactor | bert, others | 1e-4 | 2e-4 |
+    | lamb | bert | 1e-3 | 4e-3 |
+    | lamb | t5, gpt, others | 1e-3 | 2e-3 |
 
     >>> default_lr("adamw", "t5", from_scratch=False), default_lr("adafactor", "mamba", from_scratch=True)
     (0.0003, 0.0002)
@@ -113,7 +125,7 @@ def schedule(settings: Optim, total_steps: int) -> Callable[[int], float]:
 
 
 class Optimizer:
-    """AdamW or Adafactor over fp32 masters, keyed by parameter name.
+    """AdamW, Adafactor or LAMB over fp32 masters, keyed by parameter name.
 
     A parameter in fp32 is its own master; one of lower precision has a separate fp32 master with an fp32 gradient.
     Parameters that do not require gradients take no part. One that received no gradient in a step is left alone in it:
@@ -141,7 +153,7 @@ class Optimizer:
         self._relative = settings.relative_step
         self.lr, self._schedule = lr, schedule
         groups = decay_groups(self._masters, settings.weight_decay)
-        self._inner = _adamw(groups, settings) if settings.name == "adamw" else _adafactor(groups, settings, lr)
+        self._inner = _INNER[settings.name](groups, settings, lr)
 
     def accumulate(self) -> None:
         """After each micro-batch's backward: add low-precision gradients to their fp32 sums and free them.
@@ -259,7 +271,7 @@ class Optimizer:
 
     def _count(self, updates: int) -> None:
         """Tell the inner optimizer how many updates came before, also for parameters that missed some."""
-        if isinstance(self._inner, Adafactor):
+        if isinstance(self._inner, Adafactor | Lamb):
             for group in self._inner.param_groups:
                 group["step"] = updates
             return
@@ -291,7 +303,7 @@ def state_bytes(named: Mapping[str, nn.Parameter], settings: Optim) -> int:
 
 
 def _moment_bytes(p: Tensor, settings: Optim) -> int:
-    if settings.name == "adamw":
+    if settings.name != "adafactor":
         numbers = 2 * p.numel()
     elif p.ndim >= 2:
         numbers = p.shape[:-1].numel() + (p.shape[:-2] + p.shape[-1:]).numel()
@@ -304,7 +316,7 @@ def _low(p: Tensor) -> bool:
     return p.element_size() < 4
 
 
-def _adamw(groups: list[dict[str, Any]], settings: Optim) -> torch.optim.Optimizer:
+def _adamw(groups: list[dict[str, Any]], settings: Optim, lr: float) -> torch.optim.Optimizer:
     fused = all(p.device.type in _FUSED for group in groups for p in group["params"])
     optimizer = torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=fused or None)
     for group in groups:
@@ -323,6 +335,13 @@ def _adafactor(groups: list[dict[str, Any]], settings: Optim, lr: float) -> torc
         scale_parameter=settings.scale_parameter,
         relative_step=settings.relative_step,
     )
+
+
+def _lamb(groups: list[dict[str, Any]], settings: Optim, lr: float) -> torch.optim.Optimizer:
+    return Lamb(groups, lr=lr, betas=(settings.beta1, settings.beta2), eps=settings.eps)
+
+
+_INNER = {"adamw": _adamw, "adafactor": _adafactor, "lamb": _lamb}
 
 
 def _check(what: str, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

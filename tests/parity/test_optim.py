@@ -98,6 +98,49 @@ def test_adafactor_equals_the_paper_in_float64() -> None:
     torch.testing.assert_close(ours.detach(), weight, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lamb_equals_the_paper_written_out(dtype: torch.dtype, decay: float) -> None:
+    """Through the schedule, the decay groups and the masters, number by number in Python's floats."""
+    named = parameters(dtype)
+    settings = Optim(name="lamb", warmup=3, weight_decay=decay, beta2=0.99, eps=1e-6)
+    factor = schedule(settings, 12)
+    ours = Optimizer(named, settings, lr=0.01, schedule=factor)
+    theirs = {name: p.detach().double().flatten().tolist() for name, p in parameters(dtype).items()}
+    first = {name: [0.0] * len(w) for name, w in theirs.items()}
+    second = {name: [0.0] * len(w) for name, w in theirs.items()}
+    for n, grads in enumerate(gradients(12)):
+        for (name, p), grad in zip(named.items(), grads, strict=True):
+            p.grad = grad.to(dtype)
+            w, g = theirs[name], p.grad.double().flatten().tolist()
+            first[name] = m = [0.9 * a + 0.1 * x for a, x in zip(first[name], g, strict=True)]
+            second[name] = v = [0.99 * b + 0.01 * x * x for b, x in zip(second[name], g, strict=True)]
+            matrix = p.ndim > 1
+            update = [
+                (a / (1 - 0.9 ** (n + 1))) / (math.sqrt(b / (1 - 0.99 ** (n + 1))) + 1e-6)
+                + (decay * x if matrix else 0)
+                for a, b, x in zip(m, v, w, strict=True)
+            ]
+            own, step = (math.sqrt(sum(x * x for x in xs)) for xs in (w, update))
+            trust = own / step if matrix and own and step else 1.0
+            theirs[name] = [x - 0.01 * factor(n) * trust * u for x, u in zip(w, update, strict=True)]
+        ours.accumulate()
+        assert ours.step(n) == 0.01 * factor(n)
+    assert {p.ndim for p in named.values()} >= {1, 2}
+    for name, weight in ours.weights().items():
+        expected = torch.tensor(theirs[name], dtype=torch.float64).view(weight.shape)
+        torch.testing.assert_close(weight.double(), expected, rtol=1e-4, atol=1e-6, msg=name)
+        assert torch.equal(named[name], weight.to(dtype)), name
+
+
+def test_a_tensor_of_zeros_takes_adams_step() -> None:
+    weight = nn.Parameter(torch.zeros(2, 2))
+    optimizer = Optimizer({"weight": weight}, Optim(name="lamb"), lr=0.1, schedule=lambda n: 1.0)
+    weight.grad = torch.ones(2, 2)
+    optimizer.step(0)
+    torch.testing.assert_close(weight.detach(), torch.full((2, 2), -0.1), rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adamw_equals_torch(dtype: torch.dtype) -> None:
     """Through the schedule, the decay groups and the masters: bf16 parameters follow AdamW over fp32 weights."""

@@ -17,6 +17,7 @@ from t2t.optim.build import Optimizer, decay_groups, default_lr, schedule, state
 SHAPES = {"shared.weight": (11, 6), "block.0.wi.weight": (8, 6), "norm.weight": (6,), "cube": (2, 3, 4), "scale": ()}
 ADAMW = Optim(weight_decay=0.1, schedule="cosine", warmup=3)
 ADAFACTOR = Optim(name="adafactor", weight_decay=0.1, schedule="inverse_sqrt", warmup=3)
+LAMB = Optim(name="lamb", weight_decay=0.1, warmup=3)
 RELATIVE = Optim(name="adafactor", relative_step=True, scale_parameter=True)
 
 
@@ -77,7 +78,7 @@ def test_default_rates() -> None:
     assert default_lr("adamw", "t5", from_scratch=False) == 3e-4
     assert default_lr("adafactor", "t5", from_scratch=False) == 1e-3
     assert default_lr("adamw", "bert", from_scratch=True) == 1e-4
-    for optimizer in ("adamw", "adafactor"):
+    for optimizer in ("adamw", "adafactor", "lamb"):
         for scratch in (False, True):
             cautious = default_lr(optimizer, "unheard-of", scratch)
             assert 0 < cautious <= min(default_lr(optimizer, family, scratch) for family in ("t5", "gpt", "bert"))
@@ -103,7 +104,7 @@ def test_schedule_at_points(settings: Optim, points: dict[int, float]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("settings", [ADAMW, ADAFACTOR, RELATIVE], ids=["adamw", "adafactor", "relative"])
+@pytest.mark.parametrize("settings", [ADAMW, ADAFACTOR, RELATIVE, LAMB], ids=["adamw", "adafactor", "relative", "lamb"])
 def test_restored_run_is_bitwise_equal(settings: Optim, dtype: torch.dtype) -> None:
     straight = parameters(dtype)
     whole = make(straight, settings)
@@ -166,7 +167,7 @@ def test_small_updates_of_bf16_parameters_add_up_in_the_master() -> None:
     assert weight.item() == pytest.approx(0.99, abs=2**-8)
 
 
-@pytest.mark.parametrize("settings", [ADAMW, ADAFACTOR, RELATIVE], ids=["adamw", "adafactor", "relative"])
+@pytest.mark.parametrize("settings", [ADAMW, ADAFACTOR, RELATIVE, LAMB], ids=["adamw", "adafactor", "relative", "lamb"])
 def test_frozen_parameters_have_no_state_and_never_move(settings: Optim) -> None:
     named = parameters()
     named["shared.weight"].requires_grad_(False)
@@ -178,7 +179,7 @@ def test_frozen_parameters_have_no_state_and_never_move(settings: Optim) -> None
     assert not [key for key in optimizer.state() if key.endswith("/shared.weight")]
 
 
-@pytest.mark.parametrize("settings", [ADAMW, ADAFACTOR], ids=["adamw", "adafactor"])
+@pytest.mark.parametrize("settings", [ADAMW, ADAFACTOR, LAMB], ids=["adamw", "adafactor", "lamb"])
 def test_a_parameter_without_gradient_is_left_alone(settings: Optim) -> None:
     named = parameters()
     optimizer = make(named, settings)
@@ -245,7 +246,7 @@ def test_nothing_to_train_is_an_input_error() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("settings", [ADAMW, ADAFACTOR], ids=["adamw", "adafactor"])
+@pytest.mark.parametrize("settings", [ADAMW, ADAFACTOR, LAMB], ids=["adamw", "adafactor", "lamb"])
 def test_state_bytes_counts_what_is_held(settings: Optim, dtype: torch.dtype) -> None:
     named = parameters(dtype)
     named["norm.weight"].requires_grad_(False)
@@ -257,4 +258,7 @@ def test_state_bytes_counts_what_is_held(settings: Optim, dtype: torch.dtype) ->
             held += [torch.ones_like(p, dtype=torch.float32)] * 2 * (dtype == torch.bfloat16)  # master and its gradient
     assert state_bytes(named, settings) == sum(t.numel() * t.element_size() for t in held)
     per_number = state_bytes({"w": nn.Parameter(torch.zeros(64, 64, dtype=dtype))}, settings) / 64**2
-    assert per_number == {"adamw": 8, "adafactor": 0.125}[settings.name] + {torch.float32: 4, torch.bfloat16: 10}[dtype]
+    assert (
+        per_number
+        == {"adamw": 8, "adafactor": 0.125, "lamb": 8}[settings.name] + {torch.float32: 4, torch.bfloat16: 10}[dtype]
+    )
