@@ -1,0 +1,287 @@
+"""BERT with its masked-LM and next-sentence heads.
+
+Parameters carry the names and shapes of `transformers`' ``BertForPreTraining``. Rows are packed: a segment, one
+sentence or a pair of them, attends to itself alone, and its positions begin at 0.
+
+Shapes: R rows, T slots, D model width, H heads, C channels of a head, P predicted slots, M segments of a row at most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from t2t import kernels
+from t2t.errors import InputError
+from t2t.models.activations import ACTIVATIONS
+from t2t.models.base import Kind, Model, Rows
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """The architecture, as far as the model needs it.
+
+    >>> BertConfig.from_huggingface({"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2}).width
+    8
+    """
+
+    vocab_size: int = 30522
+    positions: int = 512
+    types: int = 2
+    width: int = 768
+    num_heads: int = 12
+    num_layers: int = 12
+    inner: int = 3072
+    activation: str = "gelu"
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    eps: float = 1e-12
+    tied: bool = True
+    initializer_range: float = 0.02
+    start_id: int = 101
+    pad_id: int = 0
+    eos_id: int = 102
+
+    def row_cost(self, source_row: int, target_row: int) -> float:
+        """Work of one packed row forward, in multiply-adds; row lengths are picked by it."""
+        block = 4 * self.width**2 + 2 * self.width * self.inner + 2 * self.width * target_row
+        return (self.num_layers * block + 0.15 * self.vocab_size * self.width) * target_row
+
+    def activations(self, source: float, target: float, dense: bool, recomputed: bool) -> float:
+        """About how many numbers forward keeps for backward of a row; ``dense``: with scores of whole rows."""
+        token = (13 if dense else 10) * self.width + (3 if dense else 2) * self.inner
+        score = self.num_heads * ((2 if self.attention_dropout else 1) if dense else 1 + 2 * self.attention_dropout)
+        block = target * (token + score * target)
+        return self.num_layers * target * self.width + block if recomputed else self.num_layers * block
+
+    @classmethod
+    def from_huggingface(cls, raw: Mapping[str, Any]) -> BertConfig:
+        """Read the fields of a Hugging Face ``config.json`` of model type bert."""
+        width, heads = raw.get("hidden_size", 768), raw.get("num_attention_heads", 12)
+        if width % heads:
+            raise InputError(f"config.json: num_attention_heads: {heads} heads do not divide hidden_size {width}")
+        activation = raw.get("hidden_act", "gelu")
+        if activation not in ACTIVATIONS:
+            raise InputError(f"config.json: hidden_act: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        if raw.get("position_embedding_type", "absolute") != "absolute":
+            raise InputError("config.json: position_embedding_type: only absolute positions are supported")
+        return cls(
+            vocab_size=raw.get("vocab_size", 30522),
+            positions=raw.get("max_position_embeddings", 512),
+            types=raw.get("type_vocab_size", 2),
+            width=width,
+            num_heads=heads,
+            num_layers=raw.get("num_hidden_layers", 12),
+            inner=raw.get("intermediate_size", 3072),
+            activation=activation,
+            dropout=raw.get("hidden_dropout_prob", 0.1),
+            attention_dropout=raw.get("attention_probs_dropout_prob", 0.1),
+            eps=raw.get("layer_norm_eps", 1e-12),
+            tied=raw.get("tie_word_embeddings") is not False,
+            initializer_range=raw.get("initializer_range", 0.02),
+            pad_id=raw.get("pad_token_id") or 0,
+        )
+
+
+class Embeddings(nn.Module):
+    """Tokens where they stand, and in which sentence."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.width)
+        self.position_embeddings = nn.Embedding(config.positions, config.width)
+        self.token_type_embeddings = nn.Embedding(config.types, config.width)
+        self.LayerNorm = nn.LayerNorm(config.width, eps=config.eps)
+
+    def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
+        sentence = self.token_type_embeddings.weight[0] if types is None else self.token_type_embeddings(types)
+        return self.LayerNorm(self.word_embeddings(ids) + self.position_embeddings(positions) + sentence)
+
+
+class Output(nn.Module):
+    """What ends both halves of a layer: a product, dropout, the residual, and a norm."""
+
+    def __init__(self, config: BertConfig, inputs: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(inputs, config.width)
+        self.LayerNorm = nn.LayerNorm(config.width, eps=config.eps)
+
+    def forward(self, residual: Tensor, x: Tensor, dropout: float) -> Tensor:
+        return self.LayerNorm(kernels.linear_dropout_add(residual, x, self.dense.weight, dropout, self.dense.bias))
+
+
+class Heads(nn.Module):
+    """Queries, keys and values, by one product."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        for name in ("query", "key", "value"):
+            self.add_module(name, nn.Linear(config.width, config.width))
+        self.heads = config.num_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All three, [R, T, 3, H, C]."""
+        parts = [cast(nn.Linear, getattr(self, name)) for name in ("query", "key", "value")]
+        merged = F.linear(x, torch.cat([p.weight for p in parts]), torch.cat([p.bias for p in parts]))
+        return merged.unflatten(-1, (3, self.heads, -1))
+
+
+class Attention(nn.Module):
+    """Heads and what follows them, under the names that `transformers` gives them."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.add_module("self", Heads(config))
+        self.output = Output(config, config.width)
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each followed by its norm."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.intermediate = nn.Module()
+        self.intermediate.dense = nn.Linear(config.width, config.inner)
+        self.output = Output(config, config.inner)
+        self.activation, self.config = ACTIVATIONS[config.activation], config
+
+    def forward(self, x: Tensor, bias: Any) -> Tensor:
+        c = self.config
+        attention_rate, rate = (c.attention_dropout, c.dropout) if self.training else (0.0, 0.0)
+        packed = cast(Heads, self.attention.get_submodule("self"))(x)
+        mixed = kernels.attention([packed], bias, attention_rate, packed.shape[-1] ** -0.5).flatten(2)
+        x = self.attention.output(x, mixed, rate)
+        return self.output(x, self.activation(cast(nn.Linear, self.intermediate.dense)(x)), rate)
+
+
+class Transform(nn.Module):
+    """What stands before the masked-LM head."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.width, config.width)
+        self.LayerNorm = nn.LayerNorm(config.width, eps=config.eps)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.LayerNorm(self.activation(self.dense(x)))
+
+
+class Stack(nn.Module):
+    """Embeddings, layers and the pooler."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(config)
+        self.encoder = nn.Module()
+        self.encoder.layer = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.pooler = nn.Module()
+        self.pooler.dense = nn.Linear(config.width, config.width)
+        self.config = config
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """First to last."""
+        return list(cast(nn.ModuleList, self.encoder.layer))
+
+    def forward(self, ids: Tensor, segments: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
+        x = self.embeddings(ids, positions, types)
+        x = kernels.dropout(x, self.config.dropout if self.training else 0.0)
+        bias = kernels.attention_bias(segments, segments, False, self.config.num_heads, dtype=x.dtype)
+        for layer in self.layers:
+            x = layer(x, bias)
+        return x
+
+
+class Bert(Model):
+    """BERT for pretraining.
+
+    >>> model = Bert(BertConfig(vocab_size=16, width=8, num_heads=2, num_layers=1, inner=16)).eval()
+    >>> ids = torch.tensor([[5, 6, 7]])
+    >>> model(ids, torch.ones_like(ids), torch.arange(3)[None]).shape
+    torch.Size([1, 3, 8])
+    """
+
+    kind: ClassVar[Kind] = "masked"
+    family = "bert"
+    classes: ClassVar[dict[str, str]] = {"bert": "BertForPreTraining"}
+    embeddings = ("bert.embeddings.word_embeddings.weight", "embeddings.word_embeddings.weight")
+    output = "cls.predictions.decoder.weight"
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        if not config.tied:
+            raise InputError(
+                "config.json: tie_word_embeddings: BERT's head is its embedding here; false is not supported"
+            )
+        self.config = config
+        self.bert = Stack(config)
+        self.cls = nn.Module()
+        predictions = nn.Module()
+        predictions.bias = nn.Parameter(torch.empty(config.vocab_size))
+        predictions.transform = Transform(config)
+        self.cls.predictions = predictions
+        self.cls.seq_relationship = nn.Linear(config.width, 2)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], dropout: float | None) -> BertConfig:
+        config = BertConfig.from_huggingface(raw)
+        return config if dropout is None else dataclasses.replace(config, dropout=dropout, attention_dropout=dropout)
+
+    @classmethod
+    def adopt(cls, stored: str) -> str | None:
+        if stored.endswith("position_ids") or stored == "cls.predictions.decoder.bias":
+            return None  # a count, and another name of cls.predictions.bias
+        name = stored.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+        return name if name.startswith(("bert.", "cls.")) else f"bert.{name}"
+
+    def may_lack(self, name: str) -> bool:
+        return name.startswith(("cls.", "bert.pooler."))
+
+    @property
+    def head(self) -> Tensor:
+        return self.bert.embeddings.word_embeddings.weight
+
+    def initialize_one(self, name: str, parameter: Tensor) -> None:
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif "LayerNorm" in name:
+            nn.init.ones_(parameter)
+        else:
+            nn.init.normal_(parameter, std=self.config.initializer_range)
+
+    def blocks(self) -> list[nn.Module]:
+        return self.bert.layers
+
+    def forward(self, ids: Tensor, segments: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
+        """The last layer's states, [R, T, D]."""
+        return self.bert(ids, segments, positions, types)
+
+    def loss(self, rows: Rows, smoothing: float) -> tuple[Tensor, Tensor]:
+        hidden = self(rows.target_ids, rows.target_segments, rows.target_positions, rows.target_types)
+        predictions = cast(nn.Module, self.cls.predictions)
+        flat = cast(Transform, predictions.transform)(hidden).flatten(0, 1)
+        total, each = kernels.linear_cross_entropy(
+            flat, self.head, rows.labels.flatten(), smoothing, bias=cast(Tensor, predictions.bias)
+        )
+        sums = [total]
+        if rows.pair_labels is not None:
+            sums.append(self._pair_loss(hidden, rows.target_segments, rows.pair_labels))
+        return torch.stack(sums), each.view(rows.labels.shape)
+
+    def _pair_loss(self, hidden: Tensor, segments: Tensor, labels: Tensor) -> Tensor:
+        """Whether the second sentence follows, told from the first slot of each segment."""
+        numbers = torch.arange(1, labels.shape[1] + 1, device=segments.device)[:, None]
+        first = (segments[:, None] == numbers).long().argmax(-1)  # [R, M]; 0 where there is no such segment
+        states = hidden.gather(1, first[..., None].expand(-1, -1, hidden.shape[-1]))
+        pooled = torch.tanh(cast(nn.Linear, self.bert.pooler.dense)(states))
+        logits = cast(nn.Linear, self.cls.seq_relationship)(pooled).flatten(0, 1)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.to(wide), labels.flatten(), reduction="sum")
