@@ -68,7 +68,12 @@ class Data:
     )
     target_transforms: tuple[str, ...] = opt((), "the same for the target")
     piece: int = opt(0, "cut longer plain-text lines at spaces into pieces of at most so many characters; 0: never")
-    objective: Literal["seq2seq", "character_noise"] = opt("seq2seq", "what is learned from an example")
+    objective: Literal["auto", "pairs", "lm", "blocks", "span_corruption", "prefix_lm", "character_noise"] = opt(
+        "auto", "what is learned; auto: target from source, or with a causal model on plain text the next token"
+    )
+    template: str = opt("{source}\n{target}", "how a causal model sees a pair; it learns what begins at {target}")
+    loss_on: Literal["target", "both"] = opt("target", "what of a pair a causal model is to say")
+    block: int = opt(0, "tokens of plain text that a causal model sees at once; 0: data.max_source_length")
     max_source_length: int = opt(512, "source tokens kept, end token included")
     max_target_length: int = opt(128, "target tokens kept, end token included")
     source_row: int = opt(0, "slots in a packed source row; 0: picked from the data")
@@ -103,7 +108,7 @@ class Train:
 class Optim:
     """The optimizer, its rate and its schedule."""
 
-    name: Literal["adamw", "adafactor"] = opt("adamw", "optimizer")
+    name: Literal["adamw", "adafactor", "lamb"] = opt("adamw", "optimizer")
     lr: float | None = opt(None, "peak learning rate; unset: the default of the optimizer and model family")
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = opt(
         "linear", "course of the rate after warm-up"
@@ -111,9 +116,9 @@ class Optim:
     warmup: float = opt(0.0, "warm-up: steps, or a share of all steps when below 1")
     weight_decay: float = opt(0.0, "decoupled decay; never of norms, biases and relative-bias tables")
     clip: float = opt(1.0, "largest global gradient norm; 0: no clipping")
-    beta1: float = opt(0.9, "AdamW: decay of the first moment")
-    beta2: float = opt(0.999, "AdamW: decay of the second moment")
-    eps: float = opt(1e-8, "AdamW: term that keeps the division finite")
+    beta1: float = opt(0.9, "AdamW, LAMB: decay of the first moment")
+    beta2: float = opt(0.999, "AdamW, LAMB: decay of the second moment")
+    eps: float = opt(1e-8, "AdamW, LAMB: term that keeps the division finite")
     relative_step: bool = opt(False, "Adafactor: rate from the step number; optim.lr and schedule are then unused")
     scale_parameter: bool = opt(False, "Adafactor: scale updates by each tensor's root mean square")
 
@@ -369,6 +374,7 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "data.piece": (lambda v: v == 0 or v >= 8, "0, or 8 or more"),
     "data.max_source_length": (lambda v: v >= 2, "2 or more (one token and the end token)"),
     "data.max_target_length": (lambda v: v >= 2, "2 or more (one token and the end token)"),
+    "data.block": (lambda v: v == 0 or v >= 2, "0, or 2 or more"),
     "data.source_row": (lambda v: v >= 0, "0 or more"),
     "data.target_row": (lambda v: v >= 0, "0 or more"),
     "data.max_samples": (lambda v: v >= 0, "0 or more"),

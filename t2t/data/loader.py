@@ -11,16 +11,18 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
 from t2t.config import Data
 from t2t.data import order
-from t2t.data.objectives import OBJECTIVES
+from t2t.data.objectives import CausalPairs, CharacterNoise, Objective, Seq2Seq
 from t2t.data.packing import Batch, Cost, RowShape, collate, cut_flat, cut_static, measure, pick_rows, slots
-from t2t.data.sources import Reader, resolve
+from t2t.data.sources import Reader, format_of, resolve
 from t2t.data.tasks import Example, Task
-from t2t.data.tokens import Pairs, Tokenizer, tokenize
+from t2t.data.text import BlockLM, DocumentLM, Documents, PrefixLM, SpanCorruption
+from t2t.data.tokens import Pairs, Ragged, Tokenizer, tokenize
 from t2t.errors import InputError
 
 SAMPLED_EXAMPLES = 2048  # how many examples the row lengths are picked from
@@ -28,52 +30,170 @@ SAMPLED_EXAMPLES = 2048  # how many examples the row lengths are picked from
 
 @dataclass(frozen=True)
 class Splits:
-    """Tokenized training and validation examples, the latter's texts, and what was found on the way."""
+    """What is learned from and what is held out, the latter's pairs as texts, and what was found on the way."""
 
-    train: Pairs
-    validation: Pairs
+    train: Objective
+    validation: Objective | None
     validation_examples: Sequence[Example]
     notes: tuple[str, ...]
 
 
 def read_examples(patterns: Sequence[str], key: str, data: Data, limit: int) -> tuple[list[Example], list[str]]:
     """The examples of files, at most ``limit`` of them (0: all), and a line on bad ones."""
-    task = Task.from_config(data)
-    reader = Reader(
-        resolve(patterns, key), data.format, data.on_bad_line, data.max_bad_lines, (data.source, data.target)
-    )
-    examples = list(islice(task.examples(reader), limit or None))
+    reader = _open(patterns, key, data)
+    examples = list(islice(Task.from_config(data).examples(reader), limit or None))
     bad = [f"{key}: {reader.bad_count} bad lines skipped, the first: {reader.bad[0]}"] if reader.bad_count else []
     return examples, bad
 
 
-def read_splits(data: Data, tokenizer: Tokenizer, seed: int) -> Splits:
+def _open(patterns: Sequence[str], key: str, data: Data) -> Reader:
+    columns = data.source, data.target
+    return Reader(resolve(patterns, key), data.format, data.on_bad_line, data.max_bad_lines, columns)
+
+
+KINDS = {
+    "pairs": ("seq2seq", "causal"),
+    "character_noise": ("seq2seq",),
+    "span_corruption": ("seq2seq",),
+    "prefix_lm": ("seq2seq",),
+    "lm": ("causal",),
+    "blocks": ("causal",),
+}  # which kinds of models can learn what
+
+
+def chosen_objective(data: Data, kind: str) -> str:
+    """What the data section says is learned by a model of this kind, or what its first record suggests."""
+    name = data.objective
+    if name == "auto":
+        record = next(iter(_open(data.train, "data.train", data)), None) if kind == "causal" else None
+        columns = None if record is None else Task.from_config(data).columns(record)
+        name = "lm" if columns is not None and columns.source == columns.target else "pairs"
+    if kind not in KINDS[name]:
+        raise InputError(f"data.objective: {name} is for {' and '.join(KINDS[name])} models, this one is {kind}")
+    return name
+
+
+def read_splits(data: Data, tokenizer: Tokenizer, seed: int, kind: str = "seq2seq", start_id: int = 0) -> Splits:
     """Training and validation examples by the data section; a share is split off by a keyed permutation."""
     if not data.train:
         raise InputError("data.train: no training files given, as --data.train pairs.jsonl")
     if data.objective == "character_noise" and tokenizer.fingerprint != "bytes":
         raise InputError('data.objective: character_noise needs model.tokenizer = "bytes"')
+    name = chosen_objective(data, kind)
+    if name in ("lm", "blocks", "span_corruption", "prefix_lm"):
+        return _text_splits(data, tokenizer, seed, name, start_id)
     train, notes = read_examples(data.train, "data.train", data, data.max_samples)
     validation: list[Example] = []
     if data.validation:
         validation, more = read_examples(data.validation, "data.validation", data, data.max_validation_samples)
         notes += more
     elif data.validation_split:
-        held = max(1, round(len(train) * data.validation_split))
-        if held >= len(train):
-            raise InputError(f"data.validation_split: {len(train)} examples leave none to train on")
-        shuffled = order.permuted(np.arange(len(train)), len(train), order.key(seed, "split"))
-        validation = [train[i] for i in np.sort(shuffled[:held])][: data.max_validation_samples or None]
-        train = [train[i] for i in np.sort(shuffled[held:])]
-    tables = {}
+        train, validation = _held_out(train, data, seed)
+    objectives = []
     for key, examples in (("training", train), ("validation", validation)):
-        table = tokenize(examples, tokenizer, data.max_source_length, data.max_target_length)
-        for side, cut in (("source", table.cut_sources), ("target", table.cut_targets)):
-            if cut:
-                limit = f"data.max_{side}_length = {getattr(data, f'max_{side}_length')}"
-                notes.append(f"{key}: {cut:,} {side}s ({cut / len(table):.1%}) cut at {limit}")
-        tables[key] = table
-    return Splits(tables["training"], tables["validation"], validation, tuple(notes))
+        table, cut = tokenized(examples, tokenizer, data, kind)
+        notes += [f"{key}: {line}" for line in cut]
+        objectives.append(objective(table, data, kind, start_id))
+    return Splits(objectives[0], objectives[1] if validation else None, validation, tuple(notes))
+
+
+T = TypeVar("T")
+
+
+def _held_out(items: list[T], data: Data, seed: int) -> tuple[list[T], list[T]]:
+    """What is left to train on, and the share that is held out."""
+    held = max(1, round(len(items) * data.validation_split))
+    if held >= len(items):
+        raise InputError(f"data.validation_split: {len(items)} examples leave none to train on")
+    shuffled = order.permuted(np.arange(len(items)), len(items), order.key(seed, "split"))
+    validation = [items[i] for i in np.sort(shuffled[:held])][: data.max_validation_samples or None]
+    return [items[i] for i in np.sort(shuffled[held:])], validation
+
+
+def tokenized(examples: Sequence[Example], tokenizer: Tokenizer, data: Data, kind: str) -> tuple[Pairs, list[str]]:
+    """Pairs for a model of this kind, and a line on what was cut."""
+    if kind == "causal":
+        before, between, after = join(data.template)
+        examples = [Example(before + e.source + between, e.target + after, e.where) for e in examples]
+    table = tokenize(examples, tokenizer, data.max_source_length, data.max_target_length, kind == "seq2seq")
+    notes = []
+    for side, cut in (("source", table.cut_sources), ("target", table.cut_targets)):
+        if cut:
+            limit = f"data.max_{side}_length = {getattr(data, f'max_{side}_length')}"
+            notes.append(f"{cut:,} {side}s ({cut / len(table):.1%}) cut at {limit}")
+    return table, notes
+
+
+def join(template: str) -> tuple[str, str, str]:
+    """What a template has before the source, between source and target, and after the target.
+
+    >>> join("Q: {source}\\nA: {target}")
+    ('Q: ', '\\nA: ', '')
+    """
+    before, source, rest = template.partition("{source}")
+    between, target, after = rest.partition("{target}")
+    if not (source and target):
+        raise InputError(f"data.template: {template!r} must have {{source}} in it, and {{target}} after that")
+    return before, between, after
+
+
+def objective(pairs: Pairs, data: Data, kind: str, start_id: int) -> Objective:
+    """What is learned from pairs by a model of this kind."""
+    if data.objective == "character_noise":
+        return CharacterNoise(pairs, start_id, data.max_source_length)
+    return Seq2Seq(pairs, start_id) if kind == "seq2seq" else CausalPairs(pairs, data.loss_on == "both")
+
+
+def _text_splits(data: Data, tokenizer: Tokenizer, seed: int, name: str, start_id: int) -> Splits:
+    train, notes = read_documents(data.train, "data.train", data, data.max_samples)
+    validation: list[tuple[str, str]] = []
+    if data.validation:
+        limit = data.max_validation_samples
+        validation, more = read_documents(data.validation, "data.validation", data, limit)
+        notes += more
+    elif data.validation_split:
+        train, validation = _held_out(train, data, seed)
+    learned, held = (text_objective(name, texts, tokenizer, data, start_id) for texts in (train, validation))
+    return Splits(learned, held if validation else None, (), tuple(notes))
+
+
+def read_documents(
+    patterns: Sequence[str], key: str, data: Data, limit: int
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """The documents of files, each with where it begins: a record each, or in .txt files what blank lines part."""
+    examples, notes = read_examples(patterns, key, data, limit=0)
+    documents: list[tuple[str, list[str]]] = []
+    last = ("", 0)
+    for example in examples:
+        file, _, line = example.where.rpartition(":")
+        goes_on = format_of(file, data.format) == "txt" and (file, int(line) - 1) == last
+        if goes_on:
+            documents[-1][1].append(example.target)
+        elif limit and len(documents) == limit:
+            break
+        else:
+            documents.append((example.where, [example.target]))
+        last = file, int(line)
+    return [(where, "\n".join(lines)) for where, lines in documents], notes
+
+
+def text_objective(
+    name: str, texts: Sequence[tuple[str, str]], tokenizer: Tokenizer, data: Data, start_id: int
+) -> Objective:
+    """What is learned from documents."""
+    tokens = Ragged.of(tokenizer.encode_batch([text for _, text in texts]), tokenizer.vocab_size)
+    words = sum(len(text.split()) for _, text in texts)
+    documents = Documents(tokens, tuple(where for where, _ in texts), words)
+    ids, block = (start_id, tokenizer.eos_id), data.block or data.max_source_length
+    if name == "lm":
+        return DocumentLM(documents, *ids, block)
+    if name == "blocks":
+        return BlockLM(documents, *ids, block)
+    if name == "prefix_lm":
+        return PrefixLM(documents, *ids, data.max_source_length, data.max_target_length)
+    if not tokenizer.sentinels:
+        raise InputError("data.objective: span_corruption needs a tokenizer with sentinels (<extra_id_0> ...)")
+    return SpanCorruption(documents, *ids, tokenizer.sentinels, data.max_source_length)
 
 
 class Loader:
@@ -87,49 +207,38 @@ class Loader:
 
     def __init__(
         self,
-        pairs: Pairs,
+        examples: Objective,
         batch: int,
         shape: RowShape,
         micro_rows: int,
         seed: int,
-        start_id: int,
         pad_id: int,
-        objective: str = "seq2seq",
         static: bool = True,
         shuffle: bool = True,
         cost: Cost = slots,
         workers: int = 1,
     ) -> None:
-        self.pairs, self.batch, self.shape, self.micro_rows, self.seed = pairs, batch, shape, micro_rows, seed
-        self.start_id, self.pad_id, self.static, self.shuffle = start_id, pad_id, static, shuffle
-        self.cost, self.workers = cost, workers
-        self.objective, self.fingerprint = objective, pairs.fingerprint
-        self.steps_per_epoch = math.ceil(len(pairs) / batch)
+        self.examples, self.batch, self.shape, self.micro_rows, self.seed = examples, batch, shape, micro_rows, seed
+        self.pad_id, self.static, self.shuffle, self.cost, self.workers = pad_id, static, shuffle, cost, workers
+        self.fingerprint = examples.fingerprint
+        self.steps_per_epoch = math.ceil(len(examples) / batch)
 
-    def examples(self, step: int) -> np.ndarray:
+    def taken(self, step: int) -> np.ndarray:
         """The examples of a step, counted from the start of training."""
-        return step_examples(len(self.pairs), self.batch, step, order.key(self.seed, self.fingerprint), self.shuffle)
+        return step_examples(len(self.examples), self.batch, step, order.key(self.seed, self.fingerprint), self.shuffle)
 
     def step(self, step: int) -> list[Batch]:
         """The micro-batches of a step."""
-        index = self.examples(step)
-        make = OBJECTIVES[self.objective]
+        index = self.taken(step)
         epoch = step // self.steps_per_epoch
-        sources, targets = [], []
-        for i in index:
-            rng = None if self.objective == "seq2seq" else np.random.default_rng(order.key(self.seed, epoch, int(i)))
-            source, target = make(self.pairs.source[i], self.pairs.target[i], rng)  # type: ignore[arg-type]
-            if len(source) > self.shape.source_row:  # noise may lengthen it; the end token stays
-                source = np.append(source[: self.shape.source_row - 1], source[-1:])
-            sources.append(source)
-            targets.append(target)
-        lengths = np.array([len(s) for s in sources]), np.array([len(t) for t in targets])
+        features = [self.examples.feature(i, order.key(self.seed, epoch, i)) for i in index.tolist()]
+        source, target = (np.array(side) for side in zip(*(feature.size for feature in features), strict=True))
         rows = self.shape.source_row, self.shape.target_row
         if self.static:
-            cuts = cut_static(*lengths, *rows, self.micro_rows)
+            cuts = cut_static(source, target, *rows, self.micro_rows)
         else:
-            cuts = cut_flat(*lengths, self.micro_rows * sum(rows), self.cost, self.workers)
-        return [collate(sources, targets, index, *cut, self.start_id, self.pad_id) for cut in cuts]
+            cuts = cut_flat(source, target, self.micro_rows * sum(rows), self.cost, self.workers)
+        return [collate(features, index, *cut, self.pad_id) for cut in cuts]
 
     def steps(self, start: int, stop: int, readers: int = 0) -> Generator[list[Batch], None, None]:
         """Steps ``start`` to ``stop``, the next ones made in the background: by a thread, or by reader processes."""
@@ -183,20 +292,18 @@ def step_examples(count: int, batch: int, step: int, seed: int, shuffle: bool = 
     return order.permuted(positions, count, order.key(seed, epoch)) if shuffle else positions
 
 
-def pick_shape(pairs: Pairs, data: Data, batch: int, cost: Cost, seed: int, static: bool = True) -> RowShape:
+def pick_shape(examples: Objective, data: Data, batch: int, cost: Cost, seed: int, static: bool = True) -> RowShape:
     """Row lengths for a run: the given ones, or those that sampled steps cost least at.
 
     Where rows may have any length none is picked: the longest example's stands for them.
     """
-    source, target = pairs.source.lengths, pairs.target.lengths
-    if data.objective == "character_noise":
-        source = np.minimum(target + 8, data.max_source_length)  # a two-byte letter may replace a one-byte one
+    source, target = examples.lengths
     if not static:
         rows = data.source_row or int(source.max()), data.target_row or int(target.max())
-        per_step = min(batch, len(pairs)) * (source.mean() + target.mean()) / sum(rows)
+        per_step = min(batch, len(examples)) * (source.mean() + target.mean()) / sum(rows)
         return RowShape(*rows, 1.0, 1.0, 1.0, float(per_step))
-    sampled = max(1, min(SAMPLED_EXAMPLES // batch, math.ceil(len(pairs) / batch)))
-    steps = [step_examples(len(pairs), batch, n, order.key(seed, "sample")) for n in range(sampled)]
+    sampled = max(1, min(SAMPLED_EXAMPLES // batch, math.ceil(len(examples) / batch)))
+    steps = [step_examples(len(examples), batch, n, order.key(seed, "sample")) for n in range(sampled)]
     if data.source_row and data.target_row:
         return measure(source, target, steps, data.source_row, data.target_row)
     return pick_rows(source, target, steps, cost, data.source_row, data.target_row)

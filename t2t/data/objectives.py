@@ -1,38 +1,142 @@
-"""What is learned from an example: pure functions of its tokens and a random generator."""
+"""What is learned from an example: pure functions of its tokens and a random generator.
+
+An objective holds the tokenized examples and makes a `Feature` of each when its turn comes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
-from t2t.data.tokens import Bytes
-
-Objective = Callable[[np.ndarray, np.ndarray, np.random.Generator], tuple[np.ndarray, np.ndarray]]
+from t2t.data.packing import IGNORE, Feature
+from t2t.data.tokens import Bytes, Pairs
 
 _BYTES = Bytes()
 MASK = 259  # the first sentinel of the byte vocabulary
 _MASK_CHARACTER = "\0"  # never in the text: sources refuse it
 
 
-def seq2seq(source: np.ndarray, target: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The pair as it is.
+class Objective(Protocol):
+    """What a loader takes its examples from."""
 
-    >>> seq2seq(np.array([5, 1]), np.array([6, 1]), np.random.default_rng(0))
-    (array([5, 1]), array([6, 1]))
+    @property
+    def fingerprint(self) -> str:
+        """A digest of every token: two are equal when theirs are."""
+
+    @property
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """The most slots that each example takes in both streams."""
+
+    def __len__(self) -> int: ...
+
+    def feature(self, i: int, seed: int) -> Feature:
+        """Example ``i``; the seed, another one in every epoch, decides what chance has a part in."""
+
+    def tell(self, i: int) -> dict[str, str | list[int]]:
+        """Where example ``i`` came from, and its tokens, for a person to look into."""
+
+
+class Seq2Seq:
+    """Pairs as they are, for a model with a decoder, which begins after ``start_id``.
+
+    >>> from t2t.data.tasks import Example
+    >>> from t2t.data.tokens import tokenize
+    >>> pairs = tokenize([Example("ab", "c", "x:1")], Bytes(), 8, 8)
+    >>> Seq2Seq(pairs, start_id=0).feature(0, seed=0)
+    Feature(source=array([100, 101,   1], dtype=uint16), inputs=array([  0, 102]), \
+labels=array([102,   1], dtype=uint16), types=None, pair=-100)
     """
-    return source, target
+
+    def __init__(self, pairs: Pairs, start_id: int) -> None:
+        self.pairs, self.start_id = pairs, start_id
+        self.fingerprint = pairs.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.pairs.source.lengths, self.pairs.target.lengths
+
+    def feature(self, i: int, seed: int) -> Feature:
+        return self._feature(self.pairs.source[i], self.pairs.target[i])
+
+    def _feature(self, source: np.ndarray, target: np.ndarray) -> Feature:
+        return Feature(source, np.append(self.start_id, target[:-1]), target)
+
+    def tell(self, i: int) -> dict[str, str | list[int]]:
+        pairs = self.pairs
+        return {"where": pairs.where[i], "source": pairs.source[i].tolist(), "target": pairs.target[i].tolist()}
 
 
-def character_noise(source: np.ndarray, target: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+class CausalPairs:
+    """Pairs for a model that only goes on: the source, then the target and the end token, which it is to say.
+
+    Sources have no end token, and at least one token. With ``both`` it is to say the source too.
+
+    >>> from t2t.data.tokens import Ragged
+    >>> pairs = Pairs(Ragged.of([[7, 8]], 384), Ragged.of([[9, 1]], 384), ("x:1",), 0, 0)
+    >>> feature = CausalPairs(pairs).feature(0, seed=0)
+    >>> feature.inputs, feature.labels
+    (array([7, 8, 9]), array([-100,    9,    1]))
+    """
+
+    def __init__(self, pairs: Pairs, both: bool = False) -> None:
+        self.pairs, self.both = pairs, both
+        self.fingerprint = f"{pairs.fingerprint}-causal"
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """The slots that each pair takes in both streams: the source's has none."""
+        both = self.pairs.source.lengths + self.pairs.target.lengths - 1
+        return np.zeros_like(both), both
+
+    def feature(self, i: int, seed: int) -> Feature:
+        """Pair ``i``."""
+        source, target = self.pairs.source[i].astype(np.int64), self.pairs.target[i].astype(np.int64)
+        tokens = np.concatenate([source, target])
+        labels = tokens[1:] if self.both else np.concatenate([np.full(len(source) - 1, IGNORE), target])
+        return Feature(np.zeros(0, np.int64), tokens[:-1], labels)
+
+    def tell(self, i: int) -> dict[str, str | list[int]]:
+        """Where pair ``i`` came from, and its tokens."""
+        pairs = self.pairs
+        return {"where": pairs.where[i], "source": pairs.source[i].tolist(), "target": pairs.target[i].tolist()}
+
+
+class CharacterNoise(Seq2Seq):
+    """Targets of byte tokens, to be restored from what `character_noise` makes of them; the end token stays."""
+
+    def __init__(self, pairs: Pairs, start_id: int, longest: int) -> None:
+        super().__init__(pairs, start_id)
+        self.longest = longest
+
+    @property
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        target = self.pairs.target.lengths
+        return np.minimum(target + 8, self.longest), target  # a two-byte letter may replace a one-byte one
+
+    def feature(self, i: int, seed: int) -> Feature:
+        target = self.pairs.target[i]
+        noisy, most = character_noise(target, np.random.default_rng(seed)), min(len(target) + 8, self.longest)
+        if len(noisy) > most:
+            noisy = np.append(noisy[: most - 1], noisy[-1:])
+        return self._feature(noisy, target)
+
+
+def character_noise(target: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Byte tokens in which letters were spoilt, to be restored: from none up to half of them, every letter alike.
 
-    A spoilt letter becomes a mask or, as often, a letter drawn from the same text. ``source`` is not used.
+    A spoilt letter becomes a mask or, as often, a letter drawn from the same text.
 
     >>> clean = np.array([*Bytes().encode("o casă mică"), 1])
-    >>> noisy, target = character_noise(clean, clean, np.random.default_rng(7))
-    >>> Bytes().decode(noisy), int((noisy == MASK).sum()), Bytes().decode(target)
-    ('o caă mccă', 1, 'o casă mică')
+    >>> noisy = character_noise(clean, np.random.default_rng(7))
+    >>> Bytes().decode(noisy), int((noisy == MASK).sum())
+    ('o caă mccă', 1)
     """
     characters = list(_BYTES.decode(target.tolist()))
     letters = [i for i, c in enumerate(characters) if c.isalpha()]
@@ -45,7 +149,4 @@ def character_noise(source: np.ndarray, target: np.ndarray, rng: np.random.Gener
             characters[i] = letter
     noisy = np.asarray(_BYTES.encode("".join(characters)), dtype=target.dtype)
     noisy[noisy == 3] = MASK
-    return np.append(noisy, target[-1:]), target
-
-
-OBJECTIVES: dict[str, Objective] = {"seq2seq": seq2seq, "character_noise": character_noise}
+    return np.append(noisy, target[-1:])

@@ -17,6 +17,29 @@ ROUND = 8  # row lengths are multiples of this
 
 
 @dataclass(frozen=True)
+class Feature:
+    """What one example asks of a model: at each of its inputs, to say the label there.
+
+    A model with a decoder reads ``source`` first; others have none. ``types`` tells the two sentences of a pair apart,
+    and ``pair`` says whether the second follows the first.
+
+    >>> Feature(np.array([5, 1]), np.array([0, 6]), np.array([6, 1])).size
+    (2, 2)
+    """
+
+    source: np.ndarray
+    inputs: np.ndarray
+    labels: np.ndarray
+    types: np.ndarray | None = None
+    pair: int = IGNORE
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Slots that it takes in both streams."""
+        return len(self.source), len(self.inputs)
+
+
+@dataclass(frozen=True)
 class Batch:
     """One micro-batch of packed rows, as numpy arrays. Segment 0 is padding; labels are -100 there.
 
@@ -25,15 +48,19 @@ class Batch:
 
     source_ids: np.ndarray  # [R, S]
     source_segments: np.ndarray  # [R, S]
-    target_ids: np.ndarray  # [R, T], shifted right within each segment
+    target_ids: np.ndarray  # [R, T]
     target_segments: np.ndarray  # [R, T]
+    target_positions: np.ndarray  # [R, T], from 0 in every segment
     labels: np.ndarray  # [R, T]
     example_ids: np.ndarray  # [R, most segments]
+    target_types: np.ndarray | None = None  # [R, T]
+    pair_labels: np.ndarray | None = None  # [R, most segments]
 
     @property
-    def target_tokens(self) -> int:
-        """Target positions that count in the loss."""
-        return int((self.labels != IGNORE).sum())
+    def counts(self) -> np.ndarray:
+        """How many labels there are, [1], and where there are pairs how many of them, [2]."""
+        kinds = [self.labels] if self.pair_labels is None else [self.labels, self.pair_labels]
+        return np.array([(labels != IGNORE).sum() for labels in kinds])
 
     @property
     def tokens(self) -> int:
@@ -98,44 +125,45 @@ def _place(a: list[float], b: list[float], order: list[int], most: int, score: S
 
 
 def collate(
-    sources: Sequence[np.ndarray],
-    targets: Sequence[np.ndarray],
+    features: Sequence[Feature],
     ids: Sequence[int] | np.ndarray,
     rows: Sequence[Sequence[int]],
     source_row: int,
     target_row: int,
-    start_id: int,
     pad_id: int,
 ) -> Batch:
     """Write packed examples into arrays. An empty list in ``rows`` is an empty row.
 
-    >>> batch = collate([np.array([5, 1]), np.array([6, 7, 1])], [np.array([8, 1]), np.array([9, 1])], [40, 41],
-    ...                 [[0, 1]], source_row=6, target_row=4, start_id=0, pad_id=0)
+    >>> one = Feature(np.array([5, 1]), np.array([0, 8]), np.array([8, 1]))
+    >>> two = Feature(np.array([6, 7, 1]), np.array([0, 9]), np.array([9, 1]))
+    >>> batch = collate([one, two], [40, 41], [[0, 1]], source_row=6, target_row=4, pad_id=0)
     >>> batch.source_ids, batch.source_segments
     (array([[5, 1, 6, 7, 1, 0]]), array([[1, 1, 2, 2, 2, 0]]))
-    >>> batch.target_ids, batch.labels, batch.example_ids
-    (array([[0, 8, 0, 9]]), array([[8, 1, 9, 1]]), array([[40, 41]]))
+    >>> batch.target_ids, batch.labels, batch.target_positions, batch.example_ids
+    (array([[0, 8, 0, 9]]), array([[8, 1, 9, 1]]), array([[0, 1, 0, 1]]), array([[40, 41]]))
     """
-    count = len(rows)
-    source_ids = np.full((count, source_row), pad_id)
-    target_ids = np.full((count, target_row), pad_id)
+    count, most = len(rows), max([1, *(len(row) for row in rows)])
+    source_ids, target_ids = np.full((count, source_row), pad_id), np.full((count, target_row), pad_id)
     labels = np.full((count, target_row), IGNORE)
     source_segments = np.zeros((count, source_row), dtype=np.int64)
-    target_segments = np.zeros((count, target_row), dtype=np.int64)
-    example_ids = np.full((count, max([1, *(len(row) for row in rows)])), -1)
+    target_segments, positions, types = (np.zeros((count, target_row), dtype=np.int64) for _ in range(3))
+    example_ids, pairs = np.full((count, most), -1), np.full((count, most), IGNORE)
     for r, row in enumerate(rows):
         s = t = 0
         for segment, i in enumerate(row, 1):
-            source, target = sources[i], targets[i]
-            source_ids[r, s : s + len(source)] = source
-            source_segments[r, s : s + len(source)] = segment
-            target_ids[r, t] = start_id
-            target_ids[r, t + 1 : t + len(target)] = target[:-1]
-            labels[r, t : t + len(target)] = target
-            target_segments[r, t : t + len(target)] = segment
-            example_ids[r, segment - 1] = ids[i]
-            s, t = s + len(source), t + len(target)
-    return Batch(source_ids, source_segments, target_ids, target_segments, labels, example_ids)
+            feature = features[i]
+            source, target = slice(s, s + len(feature.source)), slice(t, t + len(feature.inputs))
+            source_ids[r, source], source_segments[r, source] = feature.source, segment
+            target_ids[r, target], target_segments[r, target] = feature.inputs, segment
+            positions[r, target], labels[r, target] = np.arange(len(feature.inputs)), feature.labels
+            if feature.types is not None:
+                types[r, target] = feature.types
+            example_ids[r, segment - 1], pairs[r, segment - 1] = ids[i], feature.pair
+            s, t = source.stop, target.stop
+    typed = any(feature.types is not None for feature in features)
+    paired = any(feature.pair != IGNORE for feature in features)
+    arrays = source_ids, source_segments, target_ids, target_segments, positions, labels, example_ids
+    return Batch(*arrays, types if typed else None, pairs if paired else None)
 
 
 class Cut(NamedTuple):

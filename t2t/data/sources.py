@@ -225,6 +225,15 @@ def _resolve(pattern: str, key: str) -> list[Path]:
     raise InputError(f"{key}: no such file: {pattern}{did_you_mean(path.name, beside)}")
 
 
+def format_of(file: str | Path, format: str = "auto") -> str | None:
+    """The format that a file is read as: the given one, or what its name says; None where that says nothing.
+
+    >>> format_of("ro.txt.xz"), format_of("pairs.dat", "tsv"), format_of("pairs.dat")
+    ('txt', 'tsv', None)
+    """
+    return _FORMATS.get(_suffixes(file)[0]) if format == "auto" else format
+
+
 def _suffixes(file: str | Path) -> tuple[str, str]:
     """The suffix that tells the format, and the compression's or nothing."""
     path = Path(file)
@@ -235,7 +244,7 @@ def _suffixes(file: str | Path) -> tuple[str, str]:
 
 def _rows(file: str, format: str, columns: Sequence[str]) -> Iterator[_Item[dict[str, Any]]]:
     suffix, compression = _suffixes(file)
-    kind = _FORMATS.get(suffix) if format == "auto" else format
+    kind = format_of(file, format)
     if kind is None:
         known = ", ".join(_FORMATS)
         raise InputError(f"{file}: no format known by the name {suffix!r} ({known}): rename it or set data.format")

@@ -25,6 +25,10 @@ class Tokenizer(Protocol):
     vocab_size: int
     fingerprint: str
 
+    @property
+    def sentinels(self) -> Sequence[int]:
+        """Ids of <extra_id_0>, <extra_id_1> and so on; empty where there are none."""
+
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -41,6 +45,8 @@ class Bytes:
     """
 
     eos_id, pad_id, vocab_size, fingerprint = 1, 0, 384, "bytes"
+
+    sentinels = range(259, 384)
 
     def encode(self, text: str) -> list[int]:
         return [b + 3 for b in text.encode()]
@@ -73,6 +79,9 @@ class HuggingFace:
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.vocab_size = len(tokenizer)
+        names = [f"<extra_id_{i}>" for i in range(1000)]
+        vocabulary = tokenizer.get_vocab()
+        self.sentinels = [vocabulary[name] for name in names if name in vocabulary]
         backend = getattr(tokenizer, "backend_tokenizer", None)
         content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -190,9 +199,13 @@ class Pairs:
 
 
 def tokenize(
-    examples: Iterable[Example], tokenizer: Tokenizer, max_source_length: int, max_target_length: int
+    examples: Iterable[Example],
+    tokenizer: Tokenizer,
+    max_source_length: int,
+    max_target_length: int,
+    end_sources: bool = True,
 ) -> Pairs:
-    """Token ids of all examples, each cut to its length with the end token kept.
+    """Token ids of all examples, each cut to its length with the end token kept; sources may go without one.
 
     >>> pairs = tokenize([Example("abcd", "b", "x:1")], Bytes(), max_source_length=3, max_target_length=3)
     >>> pairs.source[0], pairs.target[0], pairs.cut_sources
@@ -208,9 +221,10 @@ def tokenize(
             (0, [e.source for e in block], max_source_length),
             (1, [e.target for e in block], max_target_length),
         ):
+            end = [tokenizer.eos_id] if side == 1 or end_sources else []
             for ids in tokenizer.encode_batch(texts):
-                cut[side] += len(ids) >= longest
-                sides[side].append(np.asarray([*ids[: longest - 1], tokenizer.eos_id], dtype=dtype))
+                cut[side] += len(ids) + len(end) > longest
+                sides[side].append(np.asarray([*ids[: longest - len(end)], *end], dtype=dtype))
     source, target = (Ragged.of(side, tokenizer.vocab_size) for side in sides)
     return Pairs(source, target, tuple(where), *cut)
 

@@ -28,7 +28,7 @@ from t2t.device import resolve
 from t2t.errors import InputError, did_you_mean
 from t2t.generate import batching
 from t2t.models import load as models
-from t2t.models.t5 import T5
+from t2t.models.base import Model
 
 FILE = "t2t.json"
 T = TypeVar("T")
@@ -47,6 +47,7 @@ class Settings:
     max_target_length: int = Data.max_target_length
     source_transforms: tuple[str, ...] = ()
     generate: Generate = field(default_factory=Generate)
+    template: str = ""  # how a causal model was shown pairs; empty: it goes on from the source
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Loaded:
     2
     """
 
-    model: T5
+    model: Model
     tokenizer: tokens.Tokenizer
     config: dict[str, Any]
     settings: Settings
@@ -82,7 +83,15 @@ class Loaded:
         sources = (reduce(lambda t, function: function(t), functions, text) for text in texts)
         lengths = known.max_source_length, known.max_target_length
         return batching.texts(
-            self.model, self.tokenizer, sources, settings.generate, *lengths, known.prefix, seed, on_cut=on_cut
+            self.model,
+            self.tokenizer,
+            sources,
+            settings.generate,
+            *lengths,
+            known.prefix,
+            seed,
+            on_cut=on_cut,
+            template=known.template,
         )
 
 

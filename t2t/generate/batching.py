@@ -12,14 +12,14 @@ from torch import Tensor
 from t2t.config import Generate
 from t2t.data.tokens import Tokenizer
 from t2t.generate.decode import decode
-from t2t.models.t5 import T5
+from t2t.models.base import Model
 
 BATCHES = 16  # in a window: enough for batches of like lengths, and no more for a pipe's reader to wait for
 MULTIPLE = 8  # source slots come in so many: few shapes
 
 
 def texts(
-    model: T5,
+    model: Model,
     tokenizer: Tokenizer,
     inputs: Iterable[str],
     settings: Generate,
@@ -29,27 +29,33 @@ def texts(
     seed: int = 0,
     device: torch.device | None = None,
     on_cut: Callable[[int], None] | None = None,
+    template: str = "",
 ) -> Iterator[str]:
     """The model's text for every input, in order, each window's as soon as it has been read and decoded.
 
     ``max_length`` counts where the settings leave it open; ``device`` is the model's own unless given. A source longer
-    than ``max_source_length`` tokens is cut, and ``on_cut`` told its number, from 0.
+    than ``max_source_length`` tokens is cut, and ``on_cut`` told its number, from 0. A causal model goes on from what
+    ``template`` has before {target}, or from the source alone where that is empty.
 
     >>> from t2t.data.tokens import Bytes
-    >>> from t2t.models.t5 import T5Config
+    >>> from t2t.models.t5 import T5, T5Config
     >>> model = T5(T5Config(vocab_size=384, d_model=8, num_layers=1, num_decoder_layers=1))
     >>> len(list(texts(model, Bytes(), ["unu", "doi", "trei"], Generate(batch=2), 16, max_length=4)))
     3
     """
-    place = device or model.shared.weight.device
+    place = device or model.head.device
     stream = iter(inputs)
     read = batches = 0
     while window := list(islice(stream, BATCHES * settings.batch)):
         sources = []
-        for number, found in enumerate(tokenizer.encode_batch([prefix + text for text in window]), read):
-            if len(found) >= max_source_length and on_cut is not None:
+        prompts = [prefix + text for text in window]
+        end = [tokenizer.eos_id]
+        if model.kind == "causal":
+            prompts, end = [_prompt(template, text) for text in prompts], []
+        for number, found in enumerate(tokenizer.encode_batch(prompts), read):
+            if len(found) + len(end) > max_source_length and on_cut is not None:
                 on_cut(number)
-            sources.append([*found[: max_source_length - 1], tokenizer.eos_id])
+            sources.append([*found[: max_source_length - len(end)], *end] or [model.config.start_id])
         read += len(window)
         results = [""] * len(window)
         # The longest first: what does not fit into memory fails at once.
@@ -62,6 +68,15 @@ def texts(
                 results[i] = tokenizer.decode(tokens)
             batches += 1
         yield from results
+
+
+def _prompt(template: str, source: str) -> str:
+    """What is written before the target.
+
+    >>> _prompt("Q: {source} A: {target}", "why?")
+    'Q: why? A: '
+    """
+    return template.partition("{target}")[0].replace("{source}", source) if template else source
 
 
 def _padded(sources: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from t2t.config import Generate
-from t2t.models.t5 import T5, Cache
+from t2t.models.base import Cache, Model
 
 WINDOW = 16
 NEVER = -1e9  # a score below every real one, and finite: it can be added to
@@ -34,11 +34,11 @@ class Output(NamedTuple):
 
 
 def decode(
-    model: T5, source_ids: Tensor, source_segments: Tensor, settings: Generate, max_length: int, seed: int = 0
+    model: Model, source_ids: Tensor, source_segments: Tensor, settings: Generate, max_length: int, seed: int = 0
 ) -> Output:
     """Decode as ``settings`` say, at most ``settings.max_length`` tokens, or ``max_length`` where that is 0.
 
-    >>> from t2t.models.t5 import T5Config
+    >>> from t2t.models.t5 import T5, T5Config
     >>> model = T5(T5Config(vocab_size=16, d_model=8, num_layers=1, num_decoder_layers=1))
     >>> source = torch.tensor([[5, 6, 1]])
     >>> decode(model, source, torch.ones_like(source), Generate(beams=2), max_length=4).tokens.shape
@@ -54,10 +54,10 @@ def decode(
     return Output(greedy(model, source_ids, source_segments, length), None)
 
 
-def greedy(model: T5, source_ids: Tensor, source_segments: Tensor, max_length: int) -> Tensor:
+def greedy(model: Model, source_ids: Tensor, source_segments: Tensor, max_length: int) -> Tensor:
     """The likeliest token each time, [R, T].
 
-    >>> from t2t.models.t5 import T5Config
+    >>> from t2t.models.t5 import T5, T5Config
     >>> model = T5(T5Config(vocab_size=16, d_model=8, num_layers=1, num_decoder_layers=1))
     >>> source = torch.tensor([[5, 6, 1], [7, 1, 0]])
     >>> greedy(model, source, (source != 0).long(), max_length=4).shape
@@ -67,7 +67,7 @@ def greedy(model: T5, source_ids: Tensor, source_segments: Tensor, max_length: i
 
 
 def sample(
-    model: T5,
+    model: Model,
     source_ids: Tensor,
     source_segments: Tensor,
     max_length: int,
@@ -78,7 +78,7 @@ def sample(
 ) -> Tensor:
     """Tokens drawn by `probabilities`, [R, T].
 
-    >>> from t2t.models.t5 import T5Config
+    >>> from t2t.models.t5 import T5, T5Config
     >>> model = T5(T5Config(vocab_size=16, d_model=8, num_layers=1, num_decoder_layers=1))
     >>> source = torch.tensor([[5, 6, 1]])
     >>> rng = torch.Generator().manual_seed(0)
@@ -114,14 +114,14 @@ def probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float) 
 
 
 def beam(
-    model: T5, source_ids: Tensor, source_segments: Tensor, max_length: int, beams: int, length_penalty: float
+    model: Model, source_ids: Tensor, source_segments: Tensor, max_length: int, beams: int, length_penalty: float
 ) -> Output:
     """The best sequence that beam search finds, and its score: summed log-probability / length ** ``length_penalty``.
 
     A row is done when it has as many ended sequences as beams and its best running one, scored at the length it has,
     is no better than the worst of them (the rule of `transformers`).
 
-    >>> from t2t.models.t5 import T5Config
+    >>> from t2t.models.t5 import T5, T5Config
     >>> model = T5(T5Config(vocab_size=16, d_model=8, num_layers=1, num_decoder_layers=1))
     >>> source = torch.tensor([[5, 6, 1]])
     >>> tokens, scores = beam(model, source, torch.ones_like(source), max_length=4, beams=3, length_penalty=1.0)
@@ -130,7 +130,7 @@ def beam(
     """
     config, device, rows = model.config, source_ids.device, len(source_ids)
     running = torch.full((rows, beams, max_length + 1), config.pad_id, device=device)
-    running[:, :, 0] = config.start_id
+    running[:, :, 0] = model.first(source_ids, source_segments)[:, None]
     # All beams begin alike: only the first may propose.
     scores = torch.full((rows, beams), NEVER, device=device)
     scores[:, 0] = 0
@@ -168,12 +168,12 @@ def beam(
 
 
 def _one_by_one(
-    model: T5, source_ids: Tensor, source_segments: Tensor, max_length: int, choose: Callable[[Tensor], Tensor]
+    model: Model, source_ids: Tensor, source_segments: Tensor, max_length: int, choose: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Decode every row with one rule from logits [R, V] to tokens [R]."""
     config, rows = model.config, len(source_ids)
     tokens = torch.full((rows, max_length + 1), config.pad_id, device=source_ids.device)
-    tokens[:, 0] = token = torch.full_like(tokens[:, 0], config.start_id)
+    tokens[:, 0] = token = model.first(source_ids, source_segments)
     ended = torch.zeros_like(token, dtype=torch.bool)
     with _decoding(model):
         cache = model.start(source_ids, source_segments, max_length)
@@ -201,7 +201,7 @@ def _extended(sequences: Tensor, parents: Tensor, tokens: Tensor, position: Tens
 
 
 @contextmanager
-def _decoding(model: T5) -> Iterator[None]:
+def _decoding(model: Model) -> Iterator[None]:
     """No gradients, no dropout; afterwards every module is in the mode it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

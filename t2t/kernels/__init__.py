@@ -50,9 +50,9 @@ def dropout(x: Tensor, rate: float) -> Tensor:
     return _on(x).dropout(x, rate)
 
 
-def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float) -> Tensor:
+def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float, bias: Tensor | None = None) -> Tensor:
     """See `reference.linear_dropout_add`."""
-    return _on(x).linear_dropout_add(residual, x, weight, rate)
+    return _on(x).linear_dropout_add(residual, x, weight, rate, bias)
 
 
 def relu_feed_forward(residual: Tensor, x: Tensor, wide: Tensor, narrow: Tensor, rate: float) -> Tensor:
@@ -64,21 +64,30 @@ def attention_bias(
     query_segments: Tensor,
     key_segments: Tensor,
     causal: bool,
+    heads: int,
     table: Tensor | None = None,
     max_distance: int = 0,
     dtype: torch.dtype = torch.float32,
+    window: int = 0,
 ) -> Any:
     """See `reference.attention_bias`; what it gives is for `attention` on the same device."""
-    return _on(query_segments).attention_bias(query_segments, key_segments, causal, table, max_distance, dtype)
+    return _on(query_segments).attention_bias(
+        query_segments, key_segments, causal, heads, table, max_distance, dtype, window
+    )
 
 
-def attention(packed: Sequence[Tensor], bias: Any, rate: float) -> Tensor:
+def attention(packed: Sequence[Tensor], bias: Any, rate: float, scale: float = 1.0) -> Tensor:
     """See `reference.attention`."""
-    return _on(packed[0]).attention(packed, bias, rate)
+    return _on(packed[0]).attention(packed, bias, rate, scale)
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float = 0.0, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    smoothing: float = 0.0,
+    chunk: int | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.linear_cross_entropy`."""
-    return _on(hidden).linear_cross_entropy(hidden, weight, labels, smoothing, chunk)
+    return _on(hidden).linear_cross_entropy(hidden, weight, labels, smoothing, chunk, bias)

@@ -38,13 +38,13 @@ def dropout(x: Tensor, rate: float) -> Tensor:
     return F.dropout(x, rate) if rate else x
 
 
-def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float) -> Tensor:
-    """The residual connection: ``residual`` plus what dropout leaves of ``x @ weight.T``.
+def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float, bias: Tensor | None = None) -> Tensor:
+    """The residual connection: ``residual`` plus what dropout leaves of ``x @ weight.T + bias``.
 
     >>> linear_dropout_add(torch.ones(2), torch.ones(1), torch.tensor([[-1.0], [2.0]]), 0.0)
     tensor([0., 3.])
     """
-    return residual + dropout(F.linear(x, weight), rate)
+    return residual + dropout(F.linear(x, weight, bias), rate)
 
 
 def relu_feed_forward(residual: Tensor, x: Tensor, wide: Tensor, narrow: Tensor, rate: float) -> Tensor:
@@ -57,8 +57,9 @@ def relu_feed_forward(residual: Tensor, x: Tensor, wide: Tensor, narrow: Tensor,
     return linear_dropout_add(residual, dropout(F.relu(F.linear(x, wide)), rate), narrow, rate)
 
 
-def segment_mask(query_segments: Tensor, key_segments: Tensor, causal: bool) -> Tensor:
-    """Where a query may look, [R, 1, Q, K]: keys of its own segment, not later ones if causal. Segment 0 is padding.
+def segment_mask(query_segments: Tensor, key_segments: Tensor, causal: bool, window: int = 0) -> Tensor:
+    """Where a query may look, [R, 1, Q, K]: keys of its own segment, not later ones if causal, and with a window only
+    the last so many of those. Segment 0 is padding.
 
     >>> segment_mask(torch.tensor([[1, 1, 2, 0]]), torch.tensor([[1, 1, 2, 0]]), causal=True)[0, 0].int()
     tensor([[1, 0, 0, 0],
@@ -68,7 +69,8 @@ def segment_mask(query_segments: Tensor, key_segments: Tensor, causal: bool) -> 
     """
     same = (query_segments[:, :, None] == key_segments[:, None, :]) & (key_segments != 0)[:, None, :]
     if causal:
-        same = same & torch.ones(same.shape[1:], dtype=torch.bool, device=same.device).tril()
+        before = torch.ones(same.shape[1:], dtype=torch.bool, device=same.device).tril()
+        same = same & (before.triu(1 - window) if window else before)
     return same[:, None]
 
 
@@ -125,33 +127,35 @@ def attention_bias(
     query_segments: Tensor,
     key_segments: Tensor,
     causal: bool,
+    heads: int,
     table: Tensor | None,
     max_distance: int,
     dtype: torch.dtype,
+    window: int = 0,
 ) -> Tensor:
     """What `attention` adds to its scores: nothing but the mask, or a table's `relative_bias` where the mask lets see.
 
     >>> segments = torch.tensor([[1, 1, 2]])
-    >>> bias = attention_bias(segments, segments, False, torch.arange(32.0)[:, None], 128, torch.float32)
+    >>> bias = attention_bias(segments, segments, False, 1, torch.arange(32.0)[:, None], 128, torch.float32)
     >>> bias[0, 0, 0, :2], bias[0, 0, 2, 2]
     (tensor([ 0., 17.]), tensor(0.))
     """
-    mask = segment_mask(query_segments, key_segments, causal)
+    mask = segment_mask(query_segments, key_segments, causal, window)
     if table is None:
         return additive(mask, None, dtype)
     return additive(mask, relative_bias(table, mask.shape[2], mask.shape[3], max_distance, not causal), dtype)
 
 
-def attention_weights(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-    """Softmax of unscaled scores of q [R, H, Q, C] against k [R, H, K, C], ``bias`` (see `additive`) added.
+def attention_weights(q: Tensor, k: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
+    """Softmax of the scores of q [R, H, Q, C] against k [R, H, K, C], scaled, and ``bias`` (see `additive`) added.
 
     >>> attention_weights(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 1, 2))
     tensor([[[[0.5000, 0.5000]]]])
     """
-    return (q @ k.mT).add_(bias).softmax(-1, dtype=wide(q.dtype)).to(q.dtype)
+    return (q * scale @ k.mT if scale != 1.0 else q @ k.mT).add_(bias).softmax(-1, dtype=wide(q.dtype)).to(q.dtype)
 
 
-def attention(packed: Sequence[Tensor], bias: Tensor, rate: float) -> Tensor:
+def attention(packed: Sequence[Tensor], bias: Tensor, rate: float, scale: float = 1.0) -> Tensor:
     """Attention [R, Q, H, C] with `attention_weights`, a share ``rate`` of the weights dropped.
 
     ``packed`` are queries, keys and values [R, S, 3, H, C] as one product gives them, or queries [R, Q, 1, H, C] and
@@ -161,7 +165,7 @@ def attention(packed: Sequence[Tensor], bias: Tensor, rate: float) -> Tensor:
     tensor([[[[3.]]]])
     """
     q, k, v = (x.transpose(1, 2) for several in packed for x in several.unbind(2))
-    return (dropout(attention_weights(q, k, bias), rate) @ v).transpose(1, 2)
+    return (dropout(attention_weights(q, k, bias, scale), rate) @ v).transpose(1, 2)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -189,17 +193,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Gradients are made in forward, chunk by chunk, from logits that are then dropped."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, smoothing, chunk, need_hidden, need_weight):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, bias, labels, smoothing, chunk, need_hidden, need_weight):  # type: ignore[no-untyped-def]
         precise = wide(hidden.dtype)
         losses = hidden.new_zeros(labels.shape[0], dtype=precise)
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight: Any = None
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=precise)
         for start in range(0, labels.shape[0], chunk):
             rows = slice(start, start + chunk)
-            grad = (hidden[rows] @ weight.T).to(precise)
+            logits = hidden[rows] @ weight.T if bias is None else torch.addmm(bias, hidden[rows], weight.T)
+            grad = logits.to(precise)
             losses[rows] = _turn_into_gradient(grad, labels[rows], smoothing)
             if not (need_hidden or need_weight):
                 continue
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
             grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
@@ -211,26 +219,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight.add_(grad.T @ hidden[rows])
         if need_weight and grad_weight is None:  # not a single position
             grad_weight = torch.zeros_like(weight, dtype=precise)
-        ctx.grads = grad_hidden, grad_weight
+        ctx.grads = grad_hidden, grad_weight, grad_bias
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses
 
     @staticmethod
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
-        hidden, weight = ctx.grads
+        grads = ctx.grads
         ctx.grads = None
-        if hidden is not None:
-            hidden.mul_(grad)
-        if weight is not None:
-            weight.mul_(grad)  # autograd casts it to the weight's dtype
-        return hidden, weight, None, None, None, None, None
+        for own in grads:
+            if own is not None:
+                own.mul_(grad)  # autograd casts it to the dtype of what it belongs to
+        return *grads, None, None, None, None, None
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float = 0.0, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    smoothing: float = 0.0,
+    chunk: int | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of ``hidden @ weight.T`` (hidden [N, D], weight [V, D]) against labels [N], -100 ignored: the
-    differentiable sum, and each token's loss (detached, 0 where ignored). Never holds more than a chunk of logits.
+    """Cross-entropy of ``hidden @ weight.T + bias`` (hidden [N, D], weight [V, D]) against labels [N], -100 ignored.
+
+    Gives the differentiable sum, and each token's loss (detached, 0 where ignored). Never holds more than a chunk of
+    logits.
 
     >>> total, each = linear_cross_entropy(torch.zeros(2, 4), torch.ones(8, 4), torch.tensor([3, -100]))
     >>> round(total.item(), 4), [round(x, 4) for x in each.tolist()]
@@ -239,4 +253,4 @@ def linear_cross_entropy(
     if chunk is None:
         chunk = max(128, LOGITS["cpu" if hidden.device.type == "cpu" else "gpu"] // weight.shape[0])
     needs = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
-    return _LinearCrossEntropy.apply(hidden, weight, labels, smoothing, chunk, *needs)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, smoothing, chunk, *needs)

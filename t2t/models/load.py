@@ -15,12 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from t2t.errors import InputError
-from t2t.models.t5 import T5, T5Config
+from t2t.models.base import Model
+from t2t.models.bert import Bert
+from t2t.models.gpt import GPT
+from t2t.models.t5 import T5
 
-NATIVE = ("t5", "mt5", "umt5")
-EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # names of one tensor
-HEAD = "lm_head.weight"
-UNUSED = ".EncDecAttention.relative_attention_bias.weight"  # in the first T5 checkpoints, used by nobody
+FAMILIES: tuple[type[Model], ...] = (T5, GPT, Bert)
+NATIVE: dict[str, type[Model]] = {kind: family for family in FAMILIES for kind in family.classes}  # by model type
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 * 2**30
 
@@ -82,7 +83,18 @@ def _read_json(file: Path) -> dict[str, Any]:
     return raw
 
 
-def create(raw: Mapping[str, Any], seed: int, dropout: float | None = None) -> T5:
+def architecture(raw: Mapping[str, Any]) -> tuple[type[Model], Any]:
+    """The family that serves a config, and what it reads in it.
+
+    >>> family, config = architecture({"model_type": "gpt2", "n_layer": 3})
+    >>> family.kind, config.num_layers
+    ('causal', 3)
+    """
+    family = NATIVE[raw["model_type"]]
+    return family, family.read(raw, None)
+
+
+def create(raw: Mapping[str, Any], seed: int, dropout: float | None = None) -> Model:
     """A model from scratch, by its Hugging Face config.
 
     >>> raw = {"model_type": "t5", "d_model": 8, "d_ff": 8, "num_layers": 1, "num_heads": 2, "d_kv": 4}
@@ -90,14 +102,15 @@ def create(raw: Mapping[str, Any], seed: int, dropout: float | None = None) -> T
     torch.Size([32128, 8])
     """
     torch.manual_seed(seed)
-    model = T5(_architecture(raw, dropout))
+    family = NATIVE[raw["model_type"]]
+    model = family(family.read(raw, dropout))
     model.initialize()
     return model
 
 
 def load(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, dropout: float | None = None
-) -> tuple[T5, dict[str, Any]]:
+) -> tuple[Model, dict[str, Any]]:
     """A model with the weights of a folder, and the folder's raw config. Peak memory is one copy and one tensor.
 
     >>> import tempfile
@@ -109,12 +122,17 @@ def load(
     """
     raw = read_config(folder)
     files = {name: file for file in weight_files(folder) for name in _names(file)}
-    config = _architecture(raw, dropout)
-    config = dataclasses.replace(config, tied=_is_tied(files, config.tied))
+    family = NATIVE[raw["model_type"]]
+    config = family.read(raw, dropout)
+    config = dataclasses.replace(config, tied=_is_tied(family, files, config.tied))
     with torch.device("meta"):
-        model = T5(config).to(dtype)
+        model = family(config).to(dtype)
     model.to_empty(device=device)
     missing = _fill(model, folder, files)
+    model.fresh = tuple(name for name in missing if model.may_lack(name))
+    for name in model.fresh:
+        model.initialize_one(name, model.get_parameter(name))
+    missing = [name for name in missing if name not in model.fresh]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise InputError(f"{folder}: the weights lack {', '.join(missing[:3])}{more}")
@@ -158,15 +176,8 @@ def save(weights: Mapping[str, Tensor], raw: Mapping[str, Any], folder: Path, dt
         if old.name not in written:
             old.unlink()
     stored = str(dtype or next(iter(weights.values())).dtype).removeprefix("torch.")
-    config = {"architectures": [_CLASSES[raw["model_type"]]], **raw, "dtype": stored}
+    config = {"architectures": [NATIVE[raw["model_type"]].classes[raw["model_type"]]], **raw, "dtype": stored}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-_CLASSES = {
-    "t5": "T5ForConditionalGeneration",
-    "mt5": "MT5ForConditionalGeneration",
-    "umt5": "UMT5ForConditionalGeneration",
-}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -199,11 +210,6 @@ def _shards(index: Path) -> list[str]:
     return sorted(set(where.values()))
 
 
-def _architecture(raw: Mapping[str, Any], dropout: float | None) -> T5Config:
-    config = T5Config.from_huggingface(raw)
-    return config if dropout is None else dataclasses.replace(config, dropout=dropout)
-
-
 def _names(file: Path) -> list[str]:
     try:
         with safe_open(file, "pt") as tensors:
@@ -217,23 +223,24 @@ def _tensor(file: Path, name: str) -> Tensor:
         return tensors.get_tensor(name)
 
 
-def _is_tied(files: Mapping[str, Path], declared: bool) -> bool:
+def _is_tied(family: type[Model], files: Mapping[str, Path], declared: bool) -> bool:
     """Whether the embedding is the head too: as in transformers, unless the weights hold both and they differ."""
-    embedding = next((name for name in EMBEDDINGS if name in files), None)
-    if embedding is None or HEAD not in files:
+    embedding = next((name for name in family.embeddings if name in files), None)
+    if embedding is None or family.output not in files:
         return True
-    return declared and torch.equal(_tensor(files[HEAD], HEAD), _tensor(files[embedding], embedding))
+    return declared and torch.equal(_tensor(files[family.output], family.output), _tensor(files[embedding], embedding))
 
 
-def _fill(model: T5, folder: Path, files: Mapping[str, Path]) -> list[str]:
+def _fill(model: Model, folder: Path, files: Mapping[str, Path]) -> list[str]:
     """Copy every tensor into its parameter; gives back the parameters that none filled."""
     parameters = dict(model.named_parameters())
     left = set(parameters)
-    aliases = (*EMBEDDINGS, HEAD) if model.config.tied else EMBEDDINGS
+    aliases = (*model.embeddings, model.output) if model.config.tied else model.embeddings
     with torch.no_grad():
         for stored, file in files.items():
-            name = EMBEDDINGS[0] if stored in aliases else stored  # in a few checkpoints an alias is its only name
-            if name.endswith(UNUSED) or (name in parameters and name not in left):
+            # In a few checkpoints an alias is its only name.
+            name = model.embeddings[0] if stored in aliases else model.adopt(stored)
+            if name is None or (name in parameters and name not in left):
                 continue
             if name not in parameters:
                 raise InputError(f"{folder}: {name} is no tensor of a {model.family} model with this config.json")

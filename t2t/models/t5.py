@@ -7,9 +7,10 @@ Shapes: R rows (or sequences), S source slots, T target slots, D model width, H 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +18,9 @@ from torch import Tensor, nn
 
 from t2t import kernels
 from t2t.errors import InputError
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
+from t2t.models.activations import ACTIVATIONS
+from t2t.models.base import Kind, Model, Rows
+from t2t.models.cache import BeamCache, LayerCache
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,19 @@ class T5Config:
         decoder = self.num_decoder_layers * (6 * self.d_model * inner + feed) + self.vocab_size * self.d_model
         scores = self.num_layers * source_row**2 + self.num_decoder_layers * target_row * (target_row + source_row)
         return (encoder + cross_memory) * source_row + decoder * target_row + 2 * inner * scores
+
+    def activations(self, source: float, target: float, dense: bool, recomputed: bool) -> float:
+        """About how many numbers forward keeps for backward of a row; ``dense``: with scores of whole rows."""
+        inner = self.num_heads * self.d_kv
+        feed = (6 if self.gated else 4) if dense else (5 if self.gated else 1)
+        token = (8 if dense else 5) * self.d_model + 4 * inner + feed * self.d_ff
+        score = self.num_heads * ((2 if self.dropout else 1) if dense else 1 + 2 * self.dropout)
+        encoder = source * (token + score * source)
+        decoder = target * (token + 4 * inner + score * (source + target))
+        if recomputed:
+            between = self.num_layers * source + self.num_decoder_layers * target
+            return between * self.d_model + max(encoder, decoder)
+        return self.num_layers * encoder + self.num_decoder_layers * decoder
 
     @classmethod
     def from_huggingface(cls, raw: Mapping[str, Any]) -> T5Config:
@@ -143,7 +153,9 @@ class Attention(nn.Module):
     def bias(self, segments: Tensor, causal: bool) -> Any:
         """What the table and the mask add to the scores of self-attention."""
         table = self.relative_attention_bias.weight
-        return kernels.attention_bias(segments, segments, causal, table, self.config.max_distance, table.dtype)
+        return kernels.attention_bias(
+            segments, segments, causal, self.config.num_heads, table, self.config.max_distance, table.dtype
+        )
 
     def forward(self, residual: Tensor, x: Tensor, memory: Tensor | None, bias: Any, dropout: float) -> Tensor:
         """Attention of ``x`` to itself or to the memory, added to the residual."""
@@ -231,12 +243,14 @@ class Block(nn.Module):
             x = self.cross(x, norms[1](x), memory, memory_bias, rate)
         return self.feed(x, norms[-1](x), rate)
 
-    def step(self, x: Tensor, bias: Tensor, memory_bias: Tensor, cache: LayerCache) -> Tensor:
+    def step(
+        self, x: Tensor, bias: Tensor, cache: LayerCache, memory_bias: Tensor, memory: tuple[Tensor, Tensor]
+    ) -> Tensor:
         """One new token a beam [R, K, D]; keys and values of the others come from the cache."""
         norms = self.norms
         normed = norms[0](x)
         x = self.attention.step(x, normed, cache.append(*self.attention.keys_values(normed)), bias)
-        x = self.cross.step(x, norms[1](x), cache.memory, memory_bias)
+        x = self.cross.step(x, norms[1](x), memory, memory_bias)
         return self.feed(x, norms[-1](x), 0.0)
 
 
@@ -262,7 +276,7 @@ class Stack(nn.Module):
         rate = self.config.dropout if self.training else 0.0
         memory_bias = None
         if memory_segments is not None:
-            memory_bias = kernels.attention_bias(segments, memory_segments, causal=False, dtype=x.dtype)
+            memory_bias = kernels.attention_bias(segments, memory_segments, False, self.config.num_heads, dtype=x.dtype)
         x, bias = kernels.dropout(x, rate), None
         for block in self.blocks:
             if bias is None or self.config.bias_everywhere:
@@ -271,55 +285,23 @@ class Stack(nn.Module):
         return kernels.dropout(self.final_layer_norm(x), rate)
 
 
-class LayerCache:
-    """Keys and values of one decoder layer in preallocated buffers [R, H, T, K, C], and those of the memory."""
-
-    def __init__(self, keys: Tensor, values: Tensor, memory: tuple[Tensor, Tensor], position: Tensor) -> None:
-        self.keys, self.values, self.memory, self.position = keys, values, memory, position
-        self.slots = keys.shape[2]
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in those of one token a beam [R, H, K, C]; give all in use [R, H, slots * K, C]."""
-        self.keys.index_copy_(2, self.position, keys[:, :, None])
-        self.values.index_copy_(2, self.position, values[:, :, None])
-        return self.keys[:, :, : self.slots].flatten(2, 3), self.values[:, :, : self.slots].flatten(2, 3)
-
-
-class Cache:
-    """What decoding remembers: every layer's keys and values, the biases of every position, where we are.
-
-    A row's K beams share its buffers, and nothing in them ever moves: ``ancestors`` [R, K, T] says in which beam's
-    place a beam finds its own token of each position.
-    """
+class Cache(BeamCache):
+    """What decoding remembers: the decoder's own keys and values, the memory's, and the biases of every position."""
 
     def __init__(
-        self, layers: list[LayerCache], biases: list[Tensor], memory_bias: Tensor, position: Tensor, copies: int
+        self, layers: list[LayerCache], memory: list[tuple[Tensor, Tensor]], biases: list[Tensor], memory_bias: Tensor
     ) -> None:
-        self.layers, self.biases, self.memory_bias, self.position = layers, biases, memory_bias, position
-        self.beams = torch.arange(copies, device=position.device)
-        self.places = torch.arange(layers[0].slots, device=position.device)
-        self.ancestors = self.beams[:, None].expand(len(memory_bias), -1, len(self.places)).clone()
-
-    def use(self, slots: int) -> None:
-        """Compute with the first ``slots`` positions alone: they must hold all tokens until this is called again."""
-        for layer in self.layers:
-            layer.slots = slots
-
-    def reorder(self, sequences: Tensor) -> None:
-        """Let sequence i of R * K go on from what ``sequences[i]`` has decoded, another beam of the same row."""
-        parents = sequences.view(-1, len(self.beams), 1) % len(self.beams)
-        inherited = self.ancestors.gather(1, parents.expand_as(self.ancestors))
-        self.ancestors.copy_(torch.where(self.places < self.position, inherited, self.beams[:, None]))
+        super().__init__(layers, layers[0].position, len(memory_bias))
+        self.memory, self.biases, self.memory_bias = memory, biases, memory_bias
 
     def present_biases(self) -> list[Tensor]:
         """What each table adds to the scores of the present position [R, H, K, slots * K], its own tokens alone."""
-        slots, copies = self.layers[0].slots, len(self.beams)
-        own = (self.ancestors[:, :, :slots, None] == self.beams).flatten(2)[:, None]
+        own, slots, copies = self.own(), self.layers[0].slots, len(self.beams)
         rows = (bias.index_select(2, self.position)[..., :slots] for bias in self.biases)
         return [kernels.additive(own, row.repeat_interleave(copies, -1), row.dtype) for row in rows]
 
 
-class T5(nn.Module):
+class T5(Model):
     """T5 for conditional generation.
 
     >>> tiny = T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_decoder_layers=1, num_heads=2)
@@ -330,7 +312,25 @@ class T5(nn.Module):
     torch.Size([1, 2, 8])
     """
 
+    kind: ClassVar[Kind] = "seq2seq"
     family = "t5"
+    classes: ClassVar[dict[str, str]] = {
+        "t5": "T5ForConditionalGeneration",
+        "mt5": "MT5ForConditionalGeneration",
+        "umt5": "UMT5ForConditionalGeneration",
+    }
+    embeddings = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    output = "lm_head.weight"
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], dropout: float | None) -> T5Config:
+        config = T5Config.from_huggingface(raw)
+        return config if dropout is None else dataclasses.replace(config, dropout=dropout)
+
+    @classmethod
+    def adopt(cls, stored: str) -> str | None:
+        # In the first T5 checkpoints, used by nobody.
+        return None if stored.endswith(".EncDecAttention.relative_attention_bias.weight") else stored
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
@@ -346,8 +346,8 @@ class T5(nn.Module):
         """The output matrix [V, D]: the embedding, or a matrix of its own."""
         return self.shared.weight if self.config.tied else self.lm_head.weight
 
-    def initialize(self) -> None:
-        """Fresh weights with the paper's scales (those of Mesh TensorFlow), from torch's generator."""
+    def initialize_one(self, name: str, parameter: Tensor) -> None:
+        """With the paper's scales, those of Mesh TensorFlow."""
         c, factor = self.config, self.config.initializer_factor
         scales = {
             "q": (c.d_model * c.d_kv) ** -0.5,
@@ -356,12 +356,11 @@ class T5(nn.Module):
             "shared": 1.0,
             "lm_head": 1.0,
         }
-        for name, parameter in self.named_parameters():
-            leaf = name.split(".")[-2]
-            if leaf.endswith("norm"):
-                nn.init.constant_(parameter, factor)
-            else:
-                nn.init.normal_(parameter, std=factor * scales.get(leaf, c.d_model**-0.5))
+        leaf = name.split(".")[-2]
+        if leaf.endswith("norm"):
+            nn.init.constant_(parameter, factor)
+        else:
+            nn.init.normal_(parameter, std=factor * scales.get(leaf, c.d_model**-0.5))
 
     def encode(self, source_ids: Tensor, source_segments: Tensor) -> Tensor:
         """The memory [R, S, D]."""
@@ -378,6 +377,14 @@ class T5(nn.Module):
         memory = self.encoder(source, source_segments)
         return self._scaled(self.decoder(target, target_segments, memory, source_segments))
 
+    def loss(self, rows: Rows, smoothing: float) -> tuple[Tensor, Tensor]:
+        hidden = self(rows.source_ids, rows.source_segments, rows.target_ids, rows.target_segments)
+        total, each = kernels.linear_cross_entropy(hidden.flatten(0, 1), self.head, rows.labels.flatten(), smoothing)
+        return total[None], each.view(rows.labels.shape)
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.encoder.block, *self.decoder.block]
+
     def _scaled(self, hidden: Tensor) -> Tensor:
         return hidden * self.config.d_model**-0.5 if self.config.scale_outputs else hidden
 
@@ -386,20 +393,17 @@ class T5(nn.Module):
         c = self.config
         memory = self.encode(source_ids, source_segments)
         position = torch.zeros(1, dtype=torch.long, device=memory.device)
-        mask = torch.ones(length, length, dtype=torch.bool, device=memory.device).tril()[None, None]
-        blocks = self.decoder.blocks if c.bias_everywhere else self.decoder.blocks[:1]
-        tables = [block.attention.relative_attention_bias.weight for block in blocks]
-        biases = [
-            kernels.additive(mask, kernels.relative_bias(t, length, length, c.max_distance, False), memory.dtype)
-            for t in tables
-        ]
+        blocks = self.decoder.blocks
+        tables = [b.attention.relative_attention_bias.weight for b in (blocks if c.bias_everywhere else blocks[:1])]
+        biases = [kernels.relative_bias(t, length, length, c.max_distance, False).to(memory.dtype) for t in tables]
         hidden = kernels.additive((source_segments != 0)[:, None, None], None, memory.dtype)
-        layers = []
-        for block in self.decoder.blocks:
-            keys, values = (x.contiguous() for x in block.cross.keys_values(memory))
-            empty = memory.new_zeros(len(memory), c.num_heads, length, copies, c.d_kv)
-            layers.append(LayerCache(empty, empty.clone(), (keys, values), position))
-        return Cache(layers, biases, hidden, position, copies)
+        none = memory.new_zeros(len(memory), c.num_heads, 0, c.d_kv)
+        layers = [LayerCache(none, none, length, copies, position) for _ in blocks]
+        read = [tuple(x.contiguous() for x in block.cross.keys_values(memory)) for block in blocks]
+        return Cache(layers, cast("list[tuple[Tensor, Tensor]]", read), biases, hidden)
+
+    def first(self, ids: Tensor, segments: Tensor) -> Tensor:
+        return torch.full_like(ids[:, 0], self.config.start_id)
 
     def decode(self, token_ids: Tensor, cache: Cache) -> Tensor:
         """Logits [R * K, V] after one more token a sequence [R * K]; the cache moves on by one position."""
@@ -408,6 +412,6 @@ class T5(nn.Module):
         biases = cache.present_biases()
         for i, block in enumerate(self.decoder.blocks):
             bias = biases[i if self.config.bias_everywhere else 0]
-            x = block.step(x, bias, cache.memory_bias, cache.layers[i])
+            x = block.step(x, bias, cache.layers[i], cache.memory_bias, cache.memory[i])
         cache.position += 1
         return F.linear(self._scaled(self.decoder.final_layer_norm(x)), self.head).flatten(0, 1)

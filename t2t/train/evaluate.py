@@ -9,17 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from t2t import device as devices
 from t2t import generate, metrics
 from t2t.checkpoint.store import atomic_write
 from t2t.config import Config, Data, Generate, load
-from t2t.data.loader import Loader, pick_shape, read_examples
+from t2t.data.loader import Loader, objective, pick_shape, read_examples, tokenized
 from t2t.data.tasks import Example
-from t2t.data.tokens import Tokenizer, tokenize
+from t2t.data.tokens import Tokenizer
 from t2t.generate import batching
-from t2t.models.t5 import T5
+from t2t.models.base import Model
 from t2t.train.step import batch_loss
 
 METRICS = ("bleu", "chrf", "rouge", "exact_match", "wer", "cer", "word_accuracy")
@@ -34,25 +35,36 @@ def _never() -> bool:
 
 
 @torch.no_grad()
-def loss(model: T5, loader: Loader, stopped: Callable[[], bool] = _never) -> dict[str, float]:
+def loss(model: Model, loader: Loader, stopped: Callable[[], bool] = _never) -> dict[str, float]:
     """Mean loss over the target tokens of all examples."""
     training = model.training
     model.eval()
-    total, count = 0.0, 0
+    sums, counts = np.zeros(1), np.zeros(1)
     try:
         for batch in chain.from_iterable(loader.steps(0, loader.steps_per_epoch)):
             if stopped():
                 raise Stopped
-            total += float(batch_loss(model, batch)[0])
-            count += batch.target_tokens
+            sums = sums + batch_loss(model, batch)[0].double().cpu().numpy()
+            counts = counts + batch.counts
     finally:
         model.train(training)
-    return {"loss": total / count}
+    mean = float((sums / np.maximum(counts, 1)).sum())
+    figures = {"loss": mean}
+    if model.kind == "causal":
+        figures["perplexity"] = _exp(mean)
+        words = getattr(getattr(loader.examples, "documents", None), "words", 0)
+        if words:
+            figures["word_perplexity"] = _exp(float(sums[0]) / words)
+    return figures
+
+
+def _exp(x: float) -> float:
+    return math.exp(min(x, 700.0))
 
 
 def score(
     names: Sequence[str],
-    model: T5,
+    model: Model,
     tokenizer: Tokenizer,
     examples: Sequence[Example],
     settings: Generate,
@@ -60,12 +72,14 @@ def score(
     max_length: int,
     file: Path | None = None,
     stopped: Callable[[], bool] = _never,
+    template: str = "",
 ) -> dict[str, float]:
     """Text metrics of generated output against the targets; predictions go to ``file`` beside their references."""
     measures = metrics.build(names)
     rows = []
     sources = (example.source for example in examples)
-    outputs = batching.texts(model, tokenizer, sources, settings, max_source_length, settings.max_length or max_length)
+    lengths = max_source_length, settings.max_length or max_length
+    outputs = batching.texts(model, tokenizer, sources, settings, *lengths, template=template)
     for example, prediction in zip(examples, outputs, strict=True):
         if stopped():
             raise Stopped
@@ -97,6 +111,7 @@ def evaluate(
             max_source_length=own.max_source_length,
             max_target_length=own.max_target_length,
             source_transforms=own.source_transforms,
+            template=own.template or Data.template,
         ),
         generate=own.generate,
     )
@@ -107,12 +122,14 @@ def evaluate(
     examples, notes = read_examples(files, "data", data, data.max_validation_samples)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    pairs = tokenize(examples, loaded.tokenizer, data.max_source_length, data.max_target_length)
-    own_config, batch = loaded.model.config, config.generate.batch
+    own_config, batch, kind = loaded.model.config, config.generate.batch, loaded.model.kind
+    learned = objective(tokenized(examples, loaded.tokenizer, data, kind)[0], data, kind, own_config.start_id)
     static = devices.static_shapes(loaded.model.head.device)
-    shape = pick_shape(pairs, data, batch, own_config.row_cost, config.run.seed, static)
-    rows, ids = math.ceil(shape.rows_per_step), (own_config.start_id, own_config.pad_id)
-    loader = Loader(pairs, batch, shape, rows, 0, *ids, static=static, shuffle=False)
+    shape = pick_shape(learned, data, batch, own_config.row_cost, config.run.seed, static)
+    rows = math.ceil(shape.rows_per_step)
+    loader = Loader(learned, batch, shape, rows, 0, own_config.pad_id, static=static, shuffle=False)
     figures = loss(loaded.model, loader)
     lengths = data.max_source_length, data.max_target_length
-    return figures | score(names, loaded.model, loaded.tokenizer, examples, config.generate, *lengths, output)
+    return figures | score(
+        names, loaded.model, loaded.tokenizer, examples, config.generate, *lengths, output, template=data.template
+    )

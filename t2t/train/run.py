@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
@@ -28,12 +28,13 @@ from t2t.checkpoint import store
 from t2t.config import Config, flat, load, to_toml
 from t2t.data import tokens
 from t2t.data.loader import Loader, Splits, pick_shape, read_splits
+from t2t.data.objectives import CausalPairs, Objective
 from t2t.data.packing import Batch, RowShape
-from t2t.data.tokens import Pairs, Tokenizer
+from t2t.data.tokens import Tokenizer
 from t2t.errors import InputError, did_you_mean
 from t2t.generate import Settings, save_settings
 from t2t.models import load as models
-from t2t.models.t5 import T5
+from t2t.models.base import Model
 from t2t.optim.build import Optimizer, default_lr, schedule, state_bytes
 from t2t.terminal import Progress, human_bytes, human_count, table
 from t2t.train import evaluate, trackers
@@ -95,7 +96,7 @@ class Run:
     folder: Path
     device: torch.device
     tokenizer: Tokenizer
-    model: T5
+    model: Model
     raw: dict[str, Any]
     splits: Splits
     loader: Loader
@@ -153,29 +154,32 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
         raise InputError("model.path: no model given, as --model.path google-t5/t5-small, or asset:byt5-ro")
     # What is misspelt should neither wait for the data nor for the first evaluation.
     metrics.build(config.train.metrics)
-    models.find(config.model.path) if config.model.path else models.read_config(config.model.config)
+    path = config.model.path
+    family, architecture = models.architecture(models.read_config(models.find(path) if path else config.model.config))
     device = devices.resolve(config.run.device)
     devices.use_threads(config.run.threads)
     devices.keep_memory()
     dtype = devices.compute_dtype(config.train.precision, device)
     tokenizer = load_tokenizer(config)
-    splits = read_splits(config.data, tokenizer, config.run.seed)
+    splits = read_splits(config.data, tokenizer, config.run.seed, family.kind, architecture.start_id)
     for note in splits.notes:
         report(f"note: {note}")
     model, raw = load_model(config, device, dtype)
+    if model.fresh:
+        report(f"note: the weights lack {', '.join(model.fresh[:3])} ({len(model.fresh)} in all): these start afresh")
     if tokenizer.vocab_size > model.config.vocab_size:
         sizes = f"{tokenizer.vocab_size:,} tokens, the model {model.config.vocab_size:,}"
         raise InputError(f"model.tokenizer: does not fit the model: it has {sizes}")
     _freeze(model, config.model.freeze)
     if config.train.gradient_checkpointing:
-        for block in [*model.encoder.block, *model.decoder.block]:
+        for block in model.blocks():
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
     # Recomputing replays torch's own generator, which threads would have to share.
     workers = 1 if config.train.gradient_checkpointing else devices.workers(device)
-    loader = _loader(config, model, device, splits.train, True, workers)
+    loader = _loader(config, model, device, splits.train, workers)
     validation = None
-    if len(splits.validation):
-        validation = _loader(config, model, device, splits.validation, False, workers=1)
+    if splits.validation is not None:
+        validation = _loader(config, model, device, splits.validation, workers=1, shuffle=False)
     else:
         _check_nothing_evaluated(config)
     total = config.train.steps or max(1, math.ceil(config.train.epochs * loader.steps_per_epoch))
@@ -188,19 +192,19 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     return Run(*parts, over=worker_map(workers) if workers > 1 else map, total_steps=total, report=report)
 
 
-def _loader(config: Config, model: T5, device: torch.device, pairs: Pairs, shuffle: bool, workers: int) -> Loader:
+def _loader(
+    config: Config, model: Model, device: torch.device, examples: Objective, workers: int, shuffle: bool = True
+) -> Loader:
     static, given = devices.static_shapes(device), config.train.micro_rows
     cost = model.config.row_cost
-    shape = pick_shape(pairs, config.data, config.train.batch, cost, config.run.seed, static)
+    shape = pick_shape(examples, config.data, config.train.batch, cost, config.run.seed, static)
     return Loader(
-        pairs,
+        examples,
         config.train.batch,
         shape,
         _auto_micro_rows(shape, device) if given == "auto" else given,
         config.run.seed,
-        start_id=model.config.start_id,
         pad_id=model.config.pad_id,
-        objective=config.data.objective,
         static=static,
         shuffle=shuffle,
         cost=cost,
@@ -231,7 +235,7 @@ def load_tokenizer(config: Config) -> Tokenizer:
     return tokens.load(str(models.find(config.model.path)))
 
 
-def load_model(config: Config, device: torch.device, dtype: torch.dtype) -> tuple[T5, dict[str, Any]]:
+def load_model(config: Config, device: torch.device, dtype: torch.dtype) -> tuple[Model, dict[str, Any]]:
     """The model to start from, and its Hugging Face config."""
     if config.model.path:
         model, raw = models.load(models.find(config.model.path), device, dtype, config.model.dropout)
@@ -249,7 +253,7 @@ def summary(run: Run) -> str:
     trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
     weights = sum(p.nbytes for p in parameters.values())
     per_step = min(config.train.batch, len(run.splits.train))
-    lengths = run.splits.train.source.lengths.mean() + run.splits.train.target.lengths.mean()
+    lengths = sum(side.mean() for side in run.loader.examples.lengths)
     dtype = str(run.model.head.dtype).removeprefix("torch.")
     memory = weights + state_bytes(parameters, config.optim) + activation_bytes(run)
     have = devices.total_memory(run.device)
@@ -265,7 +269,7 @@ def summary(run: Run) -> str:
     rows = [
         ("model", f"{config.model.path or config.model.config} ({run.raw['model_type']}, {dtype})"),
         ("parameters", f"{human_count(count)}, {human_count(trained)} trained, {human_bytes(weights)}"),
-        ("data", f"{len(run.splits.train):,} examples, {len(run.splits.validation):,} held out"),
+        ("data", f"{len(run.splits.train):,} examples, {len(run.splits.validation or ()):,} held out"),
         ("rows", packed),
         ("batch", f"{per_step:,} examples, about {per_step * lengths:,.0f} tokens, {at_once}"),
         ("steps", f"{run.total_steps:,} ({epochs:.2f} epochs), at step {run.step:,}"),
@@ -279,29 +283,14 @@ def summary(run: Run) -> str:
 
 def activation_bytes(run: Run) -> int:
     """A rough figure of what forward keeps for backward of what is computed at once."""
-    c, shape, pairs = run.model.config, run.loader.shape, run.splits.train
-    inner = c.num_heads * c.d_kv
-    rows, seen, score = (
-        float(run.loader.micro_rows),
-        (float(shape.source_row), float(shape.target_row)),
-        c.num_heads * 1.0,
-    )
-    if run.loader.static:
-        token = 8 * c.d_model + 4 * inner + (6 if c.gated else 4) * c.d_ff
-        score *= 2 if c.dropout else 1
-    else:  # whole steps in rows of their own length, of which every segment sees itself; see kernels/cpu
-        seen = float(pairs.source.lengths.mean()), float(pairs.target.lengths.mean())
-        most = run.loader.workers * run.loader.micro_rows * (shape.source_row + shape.target_row)
-        rows = min(run.config.train.batch, len(pairs), most / sum(seen))
-        token = 5 * c.d_model + 4 * inner + (5 if c.gated else 1) * c.d_ff
-        score *= 1 + 2 * c.dropout
-    source = seen[0] * (token + score * seen[0])
-    target = seen[1] * (token + 4 * inner + score * sum(seen))
-    layers = c.num_layers * source + c.num_decoder_layers * target
-    if run.config.train.gradient_checkpointing:
-        kept = c.num_layers * seen[0] + c.num_decoder_layers * seen[1]
-        layers = kept * c.d_model + max(source, target)
-    return int(rows * run.model.head.element_size() * layers)
+    shape, loader = run.loader.shape, run.loader
+    rows, seen = float(loader.micro_rows), (float(shape.source_row), float(shape.target_row))
+    if not loader.static:  # rows of their own length, of which every segment sees itself
+        most = loader.workers * rows * sum(seen)
+        seen = cast("tuple[float, float]", tuple(float(side.mean()) for side in loader.examples.lengths))
+        rows = min(run.config.train.batch, len(loader.examples), most / sum(seen))
+    kept = run.model.config.activations(*seen, loader.static, run.config.train.gradient_checkpointing)
+    return int(rows * run.model.head.element_size() * kept)
 
 
 def _loop(run: Run) -> dict[str, float]:
@@ -393,7 +382,7 @@ def _evaluate(run: Run, stopped: Callable[[], bool]) -> dict[str, float]:
         file.parent.mkdir(exist_ok=True)
         figures |= evaluate.score(
             config.train.metrics, run.model, run.tokenizer, run.splits.validation_examples, config.generate,
-            config.data.max_source_length, config.data.max_target_length, file, stopped,
+            config.data.max_source_length, config.data.max_target_length, file, stopped, config.data.template,
         )  # fmt: skip
     if config.train.best not in figures:
         raise InputError(f"train.best: no figure {config.train.best!r}{did_you_mean(config.train.best, figures)}")
@@ -474,7 +463,7 @@ def _check_folder(config: Config) -> None:
         raise InputError(f"{folder}: holds a run with another config; {advice}: {'; '.join(differ)}")
 
 
-def _freeze(model: T5, globs: tuple[str, ...]) -> None:
+def _freeze(model: Model, globs: tuple[str, ...]) -> None:
     names = [name for name, _ in model.named_parameters()]
     for glob in globs:
         hit = fnmatch.filter(names, glob)
@@ -489,16 +478,11 @@ def _write_crash(run: Run, error: Diverged) -> None:
     """Keep what it takes to see why: the examples with their text, and where they came from."""
     folder = run.folder / "crash" / f"step-{run.step + 1:06d}"
     folder.mkdir(parents=True, exist_ok=True)
-    pairs, decode = run.splits.train, run.tokenizer.decode
-    rows = [
-        {
-            "example": i,
-            "where": pairs.where[i],
-            "source": decode(pairs.source[i].tolist()),
-            "target": decode(pairs.target[i].tolist()),
-        }
-        for i in error.examples
-    ]
+    rows = []
+    for i in error.examples:
+        told = run.loader.examples.tell(i)
+        texts = {key: x if isinstance(x, str) else run.tokenizer.decode(x) for key, x in told.items()}
+        rows.append({"example": i, **texts})
     store.atomic_write(folder / "examples.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
     store.atomic_write(folder / "error.json", json.dumps({"step": run.step + 1, "error": str(error)}) + "\n")
     run.report(f"{error}; nothing was updated; {len(rows)} examples are in {folder}")
@@ -523,6 +507,7 @@ def export(run: Run) -> Path:
         max_source_length=data.max_source_length,
         max_target_length=data.max_target_length,
         source_transforms=data.source_transforms,
+        template=data.template if isinstance(run.loader.examples, CausalPairs) else "",
         generate=run.config.generate,
     )
     save_settings(fresh, settings)
@@ -538,7 +523,8 @@ def export(run: Run) -> Path:
 def _special_ids(run: Run) -> dict[str, int]:
     """What transformers must be told to begin and end a text; a config may leave it out."""
     c = run.model.config
-    return {"decoder_start_token_id": c.start_id, "eos_token_id": c.eos_id, "pad_token_id": c.pad_id}
+    ids = {"eos_token_id": c.eos_id, "pad_token_id": c.pad_id}
+    return ids | {"decoder_start_token_id": c.start_id} if run.model.kind == "seq2seq" else ids
 
 
 def _generation(config: Config) -> dict[str, float]:

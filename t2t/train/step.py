@@ -15,7 +15,7 @@ from torch import Tensor
 from t2t import kernels
 from t2t.data import order
 from t2t.data.packing import Batch
-from t2t.models.t5 import T5
+from t2t.models.base import Model, Rows
 from t2t.optim.build import Optimizer
 
 
@@ -38,16 +38,13 @@ class Diverged(ArithmeticError):
         self.examples = examples
 
 
-def batch_loss(model: T5, batch: Batch, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The sum of the target tokens' losses, and each token's, [R, T]."""
+def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Sums of losses, one for each of the batch's ``counts``, and each label's loss, [R, T]."""
     device = model.head.device
-
-    def put(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
-    hidden = model(put(batch.source_ids), put(batch.source_segments), put(batch.target_ids), put(batch.target_segments))
-    total, each = kernels.linear_cross_entropy(hidden.flatten(0, 1), model.head, put(batch.labels).flatten(), smoothing)
-    return total, each.view(batch.labels.shape)
+    arrays = (getattr(batch, name) for name in Rows._fields)
+    tensors = (None if x is None else torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
+    rows = Rows(*tensors)  # type: ignore[arg-type]
+    return model.loss(rows, smoothing)
 
 
 Map = Callable[[Callable[..., Any], Iterable[Any], Iterable[Any]], Iterable[Any]]
@@ -66,7 +63,7 @@ def workers(count: int) -> Map:
 
 
 def train_step(
-    model: T5,
+    model: Model,
     optimizer: Optimizer,
     batches: Sequence[Batch],
     step: int,
@@ -77,26 +74,29 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over the step's micro-batches, then one update.
 
-    The loss is a sum over the count of target tokens of the whole step, so that any cut into micro-batches gives the
+    Each loss is a sum over the count of its labels in the whole step, so that any cut into micro-batches gives the
     same gradient; gradients are summed in order, so that ``over`` (`map` or `workers`) changes nothing either. Random
     numbers come from (seed, step, micro-batch) and leave no state behind.
     """
-    count = sum(batch.target_tokens for batch in batches)
+    counts = np.maximum(sum(batch.counts for batch in batches), 1)
+    shares = (1.0 / counts).tolist()
     trained = [p for p in model.parameters() if p.requires_grad]
 
-    def micro(i: int, batch: Batch) -> tuple[Tensor, Sequence[Tensor | None]]:
+    def micro(i: int, batch: Batch) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
         with kernels.random_from(order.key(seed, step, i), model.head.device, alone=over is map):
-            total, each = batch_loss(model, batch, smoothing)
-            return each, torch.autograd.grad(total / count, trained, allow_unused=True)
+            sums, each = batch_loss(model, batch, smoothing)
+            total = (sums * sums.new_tensor(shares)).sum()
+            return total.detach(), each, torch.autograd.grad(total, trained, allow_unused=True)
 
-    losses = []
-    for each, gradients in over(micro, range(len(batches)), batches):
+    totals, losses = [], []
+    for total, each, gradients in over(micro, range(len(batches)), batches):
+        totals.append(total)
         losses.append(each)
         for p, gradient in zip(trained, gradients, strict=True):
             if gradient is not None:
                 p.grad = gradient if p.grad is None else p.grad.add_(gradient)
         optimizer.accumulate()
-    loss = float(sum(each.sum() for each in losses)) / count
+    loss = float(sum(totals))
     if not math.isfinite(loss):
         offenders = sorted({i for batch, each in zip(batches, losses, strict=True) for i in _offenders(batch, each)})
         raise Diverged(f"step {step + 1}: the loss is not finite", offenders)
@@ -104,7 +104,7 @@ def train_step(
     if not math.isfinite(norm):
         raise Diverged(f"step {step + 1}: the gradient is not finite", [i for b in batches for i in _examples(b)])
     lr = optimizer.step(step)
-    return StepResult(loss, norm, lr, sum(b.tokens for b in batches), count)
+    return StepResult(loss, norm, lr, sum(b.tokens for b in batches), int(counts[0]))
 
 
 def _examples(batch: Batch) -> list[int]:

@@ -26,6 +26,7 @@ from t2t import config, kernels
 from t2t.checkpoint import store
 from t2t.config import Config, Generate, Optim
 from t2t.data.loader import Loader
+from t2t.data.objectives import Seq2Seq
 from t2t.data.packing import Batch, RowShape, collate
 from t2t.data.tasks import Example
 from t2t.data.tokens import Bytes, Pairs, tokenize
@@ -190,7 +191,7 @@ def pairs_of(count: int) -> Pairs:
 
 
 def batches(pairs: Pairs, micro_rows: int) -> list[Batch]:
-    return Loader(pairs, len(pairs), SHAPE, micro_rows, 1, start_id=0, pad_id=0).step(0)
+    return Loader(Seq2Seq(pairs, start_id=0), len(pairs), SHAPE, micro_rows, 1, pad_id=0).step(0)
 
 
 def double() -> T5:
@@ -202,7 +203,7 @@ def test_packed_examples_have_the_losses_they_have_alone() -> None:
     (batch,) = batches(pairs, 16)
     packed = batch_loss(model, batch)[1]
     for i in range(0, 64, 7):
-        alone = collate([pairs.source[i]], [pairs.target[i]], [i], [[0]], 18, 14, start_id=0, pad_id=0)
+        alone = collate([Seq2Seq(pairs, start_id=0).feature(i, seed=0)], [i], [[0]], 18, 14, pad_id=0)
         row, segment = (int(place[0]) for place in (batch.example_ids == i).nonzero())
         own = packed[row][torch.from_numpy(batch.target_segments[row] == segment + 1).to(DEVICE)]
         expected = batch_loss(model, alone)[1][0, : len(own)]

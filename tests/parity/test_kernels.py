@@ -106,6 +106,19 @@ def test_linear_cross_entropy_without_gradients() -> None:
     torch.testing.assert_close(total, F.cross_entropy(hidden @ weight.T, labels, reduction="sum").detach())
 
 
+@pytest.mark.parametrize("implementation", [reference, cpu])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_linear_cross_entropy_with_a_bias_matches_torch(implementation: Any, smoothing: float) -> None:
+    hidden, weight, labels = problem(dtype=torch.float64)
+    bias = torch.randn(len(weight), dtype=torch.float64, requires_grad=True)
+    ours, _ = implementation.linear_cross_entropy(hidden, weight, labels, smoothing, 4, bias)
+    theirs = F.cross_entropy(F.linear(hidden, weight, bias), labels, label_smoothing=smoothing, reduction="sum")
+    torch.testing.assert_close(ours, theirs)
+    inputs = (hidden, weight, bias)
+    for a, b in zip(torch.autograd.grad(ours * 3, inputs), torch.autograd.grad(theirs * 3, inputs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 @pytest.mark.parametrize("shape", [(1,), (3, 7, 5), (64, 1003)])
@@ -241,9 +254,16 @@ def packed_rows(causal: bool, self_attention: bool) -> tuple[Tensor, Tensor]:
     ("self_attention", "causal", "with_table"),
     [(True, True, True), (True, False, True), (True, True, False), (True, False, False), (False, False, False)],
 )
+@pytest.mark.parametrize(("scale", "window"), [(1.0, 0), (0.3, 7)])
 @pytest.mark.parametrize("implementation", [reference, cpu])
 def test_attention_matches_torch(
-    implementation: Any, self_attention: bool, causal: bool, with_table: bool, dtype: torch.dtype
+    implementation: Any,
+    self_attention: bool,
+    causal: bool,
+    with_table: bool,
+    dtype: torch.dtype,
+    scale: float,
+    window: int,
 ) -> None:
     torch.manual_seed(0)
     heads, channels = 3, 4
@@ -255,23 +275,26 @@ def test_attention_matches_torch(
     table = torch.randn(8, heads).to(dtype).requires_grad_()
     inputs = [*packed, table] if with_table else packed
     bias = implementation.attention_bias(
-        query_segments, key_segments, causal, table if with_table else None, max_distance=10, dtype=dtype
+        query_segments, key_segments, causal, heads, table if with_table else None, 10, dtype, window
     )
-    ours = implementation.attention(packed, bias, 0.0)
+    ours = implementation.attention(packed, bias, 0.0, scale)
     assert ours.dtype == dtype and ours.shape == (*query_segments.shape, heads, channels)
 
     exact = [x.detach().double().requires_grad_() for x in inputs]
     q, k, v = (x.transpose(1, 2) for several in exact[: len(packed)] for x in several.unbind(2))
     mask = reference.segment_mask(query_segments, key_segments, causal)
+    if window and causal:
+        distance = torch.arange(mask.shape[2])[:, None] - torch.arange(mask.shape[3])
+        mask = mask & (distance < window)
     hidden = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -math.inf)
     if with_table:
         hidden = hidden + reference.relative_bias(exact[-1], *mask.shape[2:], 10, not causal)
-    theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden, scale=1.0).transpose(1, 2)
+    theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden, scale=scale).transpose(1, 2)
     seen = mask.any(-1)[:, 0]  # what sees nothing is padding, and nobody's business but that it is finite
     assert 0 < seen.sum() < seen.numel()
     assert ours.isfinite().all()
 
-    off = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    off = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
     assert (ours - theirs)[seen].norm() < off * theirs[seen].norm()
     upstream = torch.randn(theirs.shape).to(dtype) * seen[..., None, None]
     for a, b in zip(
@@ -292,7 +315,7 @@ def test_segments_share_a_block_up_to_a_size_and_a_share_of_padding(monkeypatch:
     for scores, calls in ((1, 0), (2 * 9 * 9 * 4, 0), (10**6, 0), (10**6, 10**6)):
         monkeypatch.setattr(cpu.blocks, "SCORES", scores)
         monkeypatch.setattr(cpu.blocks, "CALLS", calls)
-        bias = cpu.attention_bias(segments, segments, True, table, 10, torch.float64)
+        bias = cpu.attention_bias(segments, segments, True, 2, table, 10, torch.float64)
         out = cpu.attention(packed, bias, 0.0)
         counts.append(len(bias.biases))
         results.append([out, *torch.autograd.grad(out.square().sum(), [*packed, table])])
@@ -308,7 +331,7 @@ def test_attention_with_nothing_to_look_at_stays_finite(implementation: Any, dty
     torch.manual_seed(0)
     packed = (torch.randn(1, 4, 3, 2, 4) * 3).to(dtype).requires_grad_()
     empty = torch.zeros(1, 4, dtype=torch.long)
-    out = implementation.attention([packed], implementation.attention_bias(empty, empty, True, None, 0, dtype), 0.0)
+    out = implementation.attention([packed], implementation.attention_bias(empty, empty, True, 2, None, 0, dtype), 0.0)
     assert out.isfinite().all()
     assert torch.autograd.grad(out.sum(), packed)[0].isfinite().all()
 
@@ -320,7 +343,7 @@ def test_attention_drops_weights_not_values(implementation: Any) -> None:
     packed[0, :, 2, 0] = torch.eye(3, 4)
     segments = torch.ones(1, 3, dtype=torch.long)
     out = implementation.attention(
-        [packed], implementation.attention_bias(segments, segments, False, None, 0, torch.float32), 0.5
+        [packed], implementation.attention_bias(segments, segments, False, 1, None, 0, torch.float32), 0.5
     )
     # Equal weights of a third over unit values: an entry shows its own weight, dropped or doubled.
     shown = {round(x, 4) for x in out[..., :3].flatten().tolist()}
@@ -337,7 +360,7 @@ def test_gradients_follow_what_attention_dropped(rate: float) -> None:
 
     def out(packed: Tensor, table: Tensor) -> Tensor:
         torch.manual_seed(4)
-        return cpu.attention([packed], cpu.attention_bias(segments, segments, False, table, 10, torch.float64), rate)
+        return cpu.attention([packed], cpu.attention_bias(segments, segments, False, 2, table, 10, torch.float64), rate)
 
     assert not torch.equal(out(packed, table), out(packed, table) * 0)
     assert torch.autograd.gradcheck(out, (packed, table))
@@ -358,8 +381,10 @@ def test_linear_kernels_are_the_reference_with_the_same_entries_dropped(rate: fl
     (one,), (first, second) = mask(33), mask(40, 33)
     for made, expected in (
         (
-            lambda residual, x, wide, narrow: kernels.linear_dropout_add(residual, x @ wide.T, narrow, rate),
-            lambda residual, x, wide, narrow: residual + F.linear(x @ wide.T, narrow) * one,
+            lambda residual, x, wide, narrow: kernels.linear_dropout_add(
+                residual, x @ wide.T, narrow, rate, narrow[:, 0]
+            ),
+            lambda residual, x, wide, narrow: residual + F.linear(x @ wide.T, narrow, narrow[:, 0]) * one,
         ),
         (
             lambda residual, x, wide, narrow: kernels.relu_feed_forward(residual, x, wide, narrow, rate),

@@ -170,7 +170,7 @@ def test_values_of_the_wrong_kind_or_size(tmp_path: Path, line: str, message: st
         ("optim.lr", "inf", "expected a finite number, got 'inf'"),
         ("optim.lr", "fast", "expected a number, got 'fast'"),
         ("checkpoint.resume", "yes", "expected true or false, got 'yes'"),
-        ("optim.name", "adam", "'adam' is not one of adamw, adafactor (did you mean adamw?)"),
+        ("optim.name", "adam", "'adam' is not one of adamw, adafactor, lamb (did you mean adamw?)"),
         ("data.prefix", ["a", "b"], "expected text, got ['a', 'b']"),
     ],
 )

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from t2t.config import Data
+from t2t.data import objectives
 from t2t.data.loader import Loader, pick_shape, read_examples, read_splits, step_examples
-from t2t.data.objectives import OBJECTIVES
-from t2t.data.packing import Batch, RowShape
+from t2t.data.objectives import CharacterNoise, Objective, Seq2Seq
+from t2t.data.packing import Batch
 from t2t.data.tasks import Example
 from t2t.data.tokens import Bytes, Pairs, tokenize
 from t2t.errors import InputError
@@ -23,9 +24,12 @@ def make_pairs(count: int, salt: str = "") -> Pairs:
     return tokenize(examples, Bytes(), 32, 16)
 
 
-def make_loader(pairs: Pairs, batch: int, micro_rows: int = 2, seed: int = 1, **settings: object) -> Loader:
-    shape = pick_shape(pairs, Data(max_source_length=32, max_target_length=16), batch, lambda s, t: s + t, seed)
-    return Loader(pairs, batch, shape, micro_rows, seed, start_id=0, pad_id=0, **settings)  # type: ignore[arg-type]
+def make_loader(
+    pairs: Pairs, batch: int, micro_rows: int = 2, seed: int = 1, noise: bool = False, **settings: object
+) -> Loader:
+    examples = CharacterNoise(pairs, start_id=0, longest=32) if noise else Seq2Seq(pairs, start_id=0)
+    shape = pick_shape(examples, Data(max_source_length=32, max_target_length=16), batch, lambda s, t: s + t, seed)
+    return Loader(examples, batch, shape, micro_rows, seed, pad_id=0, **settings)  # type: ignore[arg-type]
 
 
 def examples_of(batches: list[Batch]) -> list[int]:
@@ -61,13 +65,13 @@ def test_a_step_is_a_pure_function_of_seed_data_and_step() -> None:
     assert all(same(loader.step(n), backwards[n]) for n in range(12))
     assert not same(make_loader(pairs, 8, seed=2).step(0), loader.step(0))
     other = make_loader(make_pairs(40, salt="!"), 8)
-    assert other.examples(0).tolist() != loader.examples(0).tolist()
+    assert other.taken(0).tolist() != loader.taken(0).tolist()
 
 
-@pytest.mark.parametrize("objective", ["seq2seq", "character_noise"])
+@pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize("readers", [0, 2])
-def test_background_steps_are_the_steps(objective: str, readers: int) -> None:
-    loader = make_loader(make_pairs(30), 8, objective=objective)
+def test_background_steps_are_the_steps(noise: bool, readers: int) -> None:
+    loader = make_loader(make_pairs(30), 8, noise=noise)
     found = list(loader.steps(3, 14, readers))
     assert len(found) == 11
     assert all(same(batches, loader.step(n)) for n, batches in enumerate(found, 3))
@@ -118,7 +122,7 @@ def test_any_cut_of_a_step_holds_the_same_examples() -> None:
 
 def test_evaluation_takes_the_examples_in_their_order() -> None:
     loader = make_loader(make_pairs(20), 8, shuffle=False)
-    assert [loader.examples(n).tolist() for n in range(3)] == [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
+    assert [loader.taken(n).tolist() for n in range(3)] == [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
 
 
 def test_orders_of_epochs_and_seeds_differ() -> None:
@@ -128,21 +132,20 @@ def test_orders_of_epochs_and_seeds_differ() -> None:
 
 def test_noise_differs_between_epochs() -> None:
     pairs = tokenize([Example("", "o casă mare", "x:1")], Bytes(), 32, 16)
-    loader = make_loader(pairs, 1, objective="character_noise")
+    loader = make_loader(pairs, 1, noise=True)
     sources = {loader.step(epoch)[0].source_ids.tobytes() for epoch in range(20)}
     assert len(sources) > 10  # now and then nothing is spoilt
 
 
 def test_noise_that_lengthens_a_source_is_cut_before_its_end_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    def doubled(source: np.ndarray, target: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        return np.append(np.repeat(target[:-1], 2), target[-1:]), target
+    def doubled(target: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return np.append(np.repeat(target[:-1], 2), target[-1:])
 
-    monkeypatch.setitem(OBJECTIVES, "character_noise", doubled)
+    monkeypatch.setattr(objectives, "character_noise", doubled)
     pairs = tokenize([Example("", "abcdefghijkl", "x:1")], Bytes(), 128, 128)
-    shape = RowShape(source_row=16, target_row=16, source_fill=1.0, target_fill=1.0, fill=1.0, rows_per_step=1.0)
-    (batch,) = Loader(pairs, 1, shape, 1, 1, 0, 0, objective="character_noise").step(0)
-    assert Bytes().decode(batch.source_ids[0].tolist()) == "aabbccddeeffggh"
-    assert batch.source_ids[0, -1] == 1
+    feature = CharacterNoise(pairs, start_id=0, longest=16).feature(0, seed=1)
+    assert Bytes().decode(feature.source.tolist()) == "aabbccddeeffggh"
+    assert feature.source[-1] == 1
 
 
 # Reading
@@ -155,8 +158,9 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def texts(pairs: Pairs) -> list[str]:
-    return [Bytes().decode(pairs.source[i].tolist()) for i in range(len(pairs))]
+def texts(examples: Objective | None) -> list[str]:
+    assert isinstance(examples, Seq2Seq)
+    return [Bytes().decode(examples.pairs.source[i].tolist()) for i in range(len(examples))]
 
 
 def test_a_split_holds_out_a_share_that_is_not_trained_on(file: str) -> None:
@@ -211,6 +215,6 @@ def test_no_files_and_an_objective_without_bytes(file: str) -> None:
 
 def test_given_row_lengths_are_kept() -> None:
     pairs = make_pairs(40)
-    shape = pick_shape(pairs, Data(source_row=77, target_row=33), 8, lambda s, t: s + t, seed=1)
+    shape = pick_shape(Seq2Seq(pairs, 0), Data(source_row=77, target_row=33), 8, lambda s, t: s + t, seed=1)
     assert (shape.source_row, shape.target_row) == (77, 33)
-    assert pick_shape(pairs, Data(target_row=33), 8, lambda s, t: s + t, seed=1).target_row == 33
+    assert pick_shape(Seq2Seq(pairs, 0), Data(target_row=33), 8, lambda s, t: s + t, seed=1).target_row == 33

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from t2t.data.objectives import MASK, character_noise, seq2seq
-from t2t.data.tokens import Bytes
+from t2t.data.objectives import MASK, CharacterNoise, Seq2Seq, character_noise
+from t2t.data.tokens import Bytes, Pairs, Ragged
 
 BYTES = Bytes()
 TEXT = "Țara de jos, 1925: «ploaia» cade încet peste sate și câmpuri; nu mai e nimeni — doar vântul."
@@ -25,8 +25,9 @@ def characters(noisy: np.ndarray) -> list[str]:
 @pytest.mark.parametrize("seed", range(50))
 def test_only_letters_are_spoilt_and_the_target_is_untouched(seed: int) -> None:
     clean = ids(TEXT)
-    noisy, target = character_noise(ids("unused"), clean, np.random.default_rng(seed))
-    assert target is clean
+    before = clean.copy()
+    noisy = character_noise(clean, np.random.default_rng(seed))
+    assert np.array_equal(clean, before)
     assert noisy.dtype == clean.dtype
     assert noisy[-1] == 1
     got = characters(noisy)
@@ -39,7 +40,7 @@ def test_rates_run_from_none_to_half_and_half_of_the_spoilt_are_masks() -> None:
     letters = [i for i, c in enumerate(TEXT) if c.isalpha()]
     changed, masked = [], []
     for seed in range(800):
-        got = characters(character_noise(ids(""), ids(TEXT), np.random.default_rng(seed))[0])
+        got = characters(character_noise(ids(TEXT), np.random.default_rng(seed)))
         masked.append(np.mean([got[i] == "?" for i in letters]))
         changed.append(np.mean([got[i] != TEXT[i] for i in letters]))
     assert np.mean(masked) == pytest.approx(0.125, abs=0.01)
@@ -54,7 +55,7 @@ def test_every_letter_is_spoilt_alike() -> None:
     text = "așbț" * 25
     spoilt = dict.fromkeys("așbț", 0)
     for seed in range(300):
-        got = characters(character_noise(ids(""), ids(text), np.random.default_rng(seed))[0])
+        got = characters(character_noise(ids(text), np.random.default_rng(seed)))
         for before, after in zip(text, got, strict=True):
             spoilt[before] += after == "?"
     assert max(spoilt.values()) < 1.15 * min(spoilt.values())
@@ -62,7 +63,7 @@ def test_every_letter_is_spoilt_alike() -> None:
 
 def test_a_generator_decides_it() -> None:
     def noise(seed: int) -> list[int]:
-        return character_noise(ids(""), ids(TEXT), np.random.default_rng(seed))[0].tolist()
+        return character_noise(ids(TEXT), np.random.default_rng(seed)).tolist()
 
     assert noise(3) == noise(3)
     assert len({tuple(noise(seed)) for seed in range(20)}) > 15  # now and then nothing is spoilt
@@ -71,7 +72,7 @@ def test_a_generator_decides_it() -> None:
 @pytest.mark.parametrize("text", ["", "123 — ?!", "a"])
 def test_text_with_hardly_a_letter(text: str) -> None:
     for seed in range(20):
-        noisy, _ = character_noise(ids(text), ids(text), np.random.default_rng(seed))
+        noisy = character_noise(ids(text), np.random.default_rng(seed))
         assert len(characters(noisy)) == len(text)
         if text != "a":
             assert noisy.tolist() == ids(text).tolist()
@@ -79,10 +80,16 @@ def test_text_with_hardly_a_letter(text: str) -> None:
 
 def test_a_target_cut_within_a_letter_stays_as_it_is() -> None:
     cut = np.array([*BYTES.encode("aș")[:-1], 1], dtype=np.uint16)
-    _, target = character_noise(cut, cut, np.random.default_rng(0))
-    assert target.tolist() == cut.tolist()
+    pairs = Pairs(Ragged.of([cut], 384), Ragged.of([cut], 384), ("x:1",), 0, 0)
+    feature = CharacterNoise(pairs, start_id=0, longest=9).feature(0, seed=0)
+    assert feature.labels.tolist() == cut.tolist()
 
 
-def test_seq2seq_is_the_pair() -> None:
-    source, target = ids("a"), ids("b")
-    assert seq2seq(source, target, np.random.default_rng(0)) == (source, target)
+def test_seq2seq_is_the_pair_shifted_by_the_start_token() -> None:
+    pairs = Pairs(Ragged.of([ids("a")], 384), Ragged.of([ids("bc")], 384), ("x:7",), 0, 0)
+    examples = Seq2Seq(pairs, start_id=2)
+    feature = examples.feature(0, seed=0)
+    assert feature.source.tolist() == ids("a").tolist()
+    assert feature.inputs.tolist() == [2, *BYTES.encode("bc")]
+    assert feature.labels.tolist() == ids("bc").tolist()
+    assert examples.tell(0) == {"where": "x:7", "source": ids("a").tolist(), "target": ids("bc").tolist()}

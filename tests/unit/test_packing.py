@@ -10,7 +10,7 @@ import torch
 
 from t2t.data import packing
 from t2t.data.loader import step_examples
-from t2t.data.packing import IGNORE, RowShape, collate, cut_flat, cut_static, measure, pack, pick_rows
+from t2t.data.packing import IGNORE, Feature, RowShape, collate, cut_flat, cut_static, measure, pack, pick_rows
 from t2t.models.t5 import T5Config
 
 Lengths = tuple[np.ndarray, np.ndarray]
@@ -62,14 +62,15 @@ def test_an_example_longer_than_its_row_is_our_own_error() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_collate_writes_every_token_once_and_shifts_within_segments(seed: int) -> None:
+def test_collate_writes_every_token_once(seed: int) -> None:
     rng = np.random.default_rng(seed)
     (source, target), (source_row, target_row) = random_lengths(rng)
     sources = [rng.integers(3, 300, n) for n in source]
     targets = [rng.integers(3, 300, n) for n in target]
     rows = [*pack(source, target, source_row, target_row), []]
     ids = rng.permutation(1000)[: len(source)]
-    batch = collate(sources, targets, ids, rows, source_row, target_row, start_id=2, pad_id=0)
+    features = [Feature(s, np.append(2, t[:-1]), t) for s, t in zip(sources, targets, strict=True)]
+    batch = collate(features, ids, rows, source_row, target_row, pad_id=0)
     assert batch.source_ids.shape == batch.source_segments.shape == (len(rows), source_row)
     assert batch.target_ids.shape == batch.labels.shape == batch.target_segments.shape == (len(rows), target_row)
     for r, row in enumerate(rows):
@@ -79,13 +80,29 @@ def test_collate_writes_every_token_once_and_shifts_within_segments(seed: int) -
             assert batch.source_ids[r, here].tolist() == sources[i].tolist()
             assert batch.labels[r, there].tolist() == targets[i].tolist()
             assert batch.target_ids[r, there].tolist() == [2, *targets[i][:-1]]
+            assert batch.target_positions[r, there].tolist() == [*range(len(targets[i]))]
     for ids_, segments in ((batch.source_ids, batch.source_segments), (batch.target_ids, batch.target_segments)):
         assert (ids_[segments == 0] == 0).all()
     assert (batch.labels[batch.target_segments == 0] == IGNORE).all()
-    assert batch.target_tokens == target.sum()
+    assert batch.counts.tolist() == [target.sum()]
+    assert batch.target_types is batch.pair_labels is None
     assert batch.tokens == source.sum() + target.sum()
     assert not batch.source_segments[-1].any()
     assert (batch.example_ids[-1] == -1).all()
+
+
+def test_collate_tells_the_sentences_of_pairs_apart() -> None:
+    none, ids = np.zeros(0, dtype=np.int64), np.array([5, 6, 7])
+    features = [
+        Feature(none, ids, np.array([IGNORE, 6, IGNORE]), types=np.array([0, 0, 1]), pair=1),
+        Feature(none, ids, np.array([IGNORE, IGNORE, 9]), types=np.array([0, 1, 1]), pair=0),
+    ]
+    batch = collate(features, [3, 4], [[0, 1], []], source_row=0, target_row=7, pad_id=0)
+    assert batch.target_types is not None and batch.pair_labels is not None
+    assert batch.target_types.tolist() == [[0, 0, 1, 0, 1, 1, 0], [0] * 7]
+    assert batch.pair_labels.tolist() == [[1, 0], [IGNORE, IGNORE]]
+    assert batch.counts.tolist() == [2, 2]
+    assert batch.source_ids.shape == (2, 0)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -208,7 +208,7 @@ def test_micro_rows_fit_the_device_and_part_a_step_evenly() -> None:
 # Going on
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lamb"])
 def test_stopped_and_resumed_is_the_uninterrupted_run(make: Make, optimizer: str) -> None:
     settings = {"optim__name": optimizer, "optim__weight_decay": "0.01", "data__validation_split": "0.1"}
     settings |= {"train__evaluate_every": "2", "train__micro_rows": "1"}
@@ -462,7 +462,7 @@ def test_a_loss_that_is_not_finite_leaves_a_crash_folder_and_the_last_good_state
     rows = [json.loads(line) for line in (crash / "examples.jsonl").read_text(encoding="utf-8").splitlines()]
     pairs = [line.split("\t") for line in (tmp_path / "pairs.tsv").read_text(encoding="utf-8").splitlines()]
     assert rows
-    assert {row["example"] for row in rows} <= set(run.build(chosen, quiet).loader.examples(1).tolist())
+    assert {row["example"] for row in rows} <= set(run.build(chosen, quiet).loader.taken(1).tolist())
     for row in rows:
         assert [row["source"], row["target"]] == pairs[row["example"]]
         assert row["where"] == f"{tmp_path / 'pairs.tsv'}:{row['example'] + 1}"
@@ -484,7 +484,7 @@ def test_a_gradient_that_is_not_finite_stops_likewise(make: Make, monkeypatch: p
     chosen = make()
     with pytest.raises(Diverged, match="step 5: the gradient is not finite") as caught:
         train(chosen, quiet)
-    assert sorted(caught.value.examples) == sorted(run.build(chosen, quiet).loader.examples(4).tolist())
+    assert sorted(caught.value.examples) == sorted(run.build(chosen, quiet).loader.taken(4).tolist())
     rows = (chosen.run_dir / "crash" / "step-000005" / "examples.jsonl").read_text().splitlines()
     assert [json.loads(row)["example"] for row in rows] == caught.value.examples
     assert saved(chosen) == [2, 4]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from t2t.config import Optim
 from t2t.data.loader import Loader
+from t2t.data.objectives import Seq2Seq
 from t2t.data.packing import IGNORE, Batch, RowShape, collate
 from t2t.data.tasks import Example
 from t2t.data.tokens import Bytes, Pairs, tokenize
@@ -38,7 +39,7 @@ def make_pairs(count: int = 64) -> Pairs:
 
 
 def batches(micro_rows: int) -> list[Batch]:
-    return Loader(make_pairs(), 64, SHAPE, micro_rows, 1, start_id=0, pad_id=0).step(0)
+    return Loader(Seq2Seq(make_pairs(), start_id=0), 64, SHAPE, micro_rows, 1, pad_id=0).step(0)
 
 
 def make_model(dropout: float = 0.0, **raw: Any) -> T5:
@@ -99,7 +100,7 @@ def test_the_loss_is_the_mean_over_target_tokens_of_examples_alone() -> None:
     pairs, model = make_pairs(), make_model()
     alone = []
     for i in range(64):
-        batch = collate([pairs.source[i]], [pairs.target[i]], [i], [[0]], 18, 14, start_id=0, pad_id=0)
+        batch = collate([Seq2Seq(pairs, start_id=0).feature(i, seed=0)], [i], [[0]], 18, 14, pad_id=0)
         total, each = batch_loss(model, batch)
         assert each.sum().item() == pytest.approx(total.item())
         alone.append(total.item())

@@ -79,21 +79,22 @@ def attention_bias(
     query_segments: Tensor,
     key_segments: Tensor,
     causal: bool,
+    heads: int,
     table: Tensor | None,
     max_distance: int,
     dtype: torch.dtype,
+    window: int = 0,
 ) -> Blocks:
     """See `reference.attention_bias`: segments side by side in blocks instead of a mask over whole rows.
 
     >>> segments = torch.tensor([[1, 1, 2, 2, 0]])
-    >>> blocks = attention_bias(segments, segments, False, torch.arange(32.0)[:, None], 128, torch.float32)
+    >>> blocks = attention_bias(segments, segments, False, 1, torch.arange(32.0)[:, None], 128, torch.float32)
     >>> blocks.queries.longest, blocks.biases[0][0]
     ([2], tensor([[[ 0., 17.],
              [ 1.,  0.]]]))
     """
     queries, keys = _segments(query_segments.numpy()), _segments(key_segments.numpy())
     common = sorted(queries.keys() & keys.keys(), key=lambda c: (-queries[c][1] * keys[c][1], c))
-    heads = 1 if table is None else table.shape[1]
     ends = _cut([(queries[c][1], keys[c][1]) for c in common], SCORES // heads, CALLS // heads)
     cut = [common[i:j] for i, j in zip([0, *ends], ends, strict=False)]
     sides = [
@@ -105,7 +106,9 @@ def attention_bias(
         q, k = (STEP * math.ceil(max(side.longest) / STEP) for side in sides)
         relative = reference.relative_bias(table, q, k, max_distance, not causal)[0].to(dtype).contiguous()
     fixed = None if relative is None else relative.detach()
-    biases = [_bias(fixed, pads, q, causal, dtype) for q, pads in zip(sides[0].longest, sides[1].pads, strict=True)]
+    biases = [
+        _bias(fixed, pads, q, causal, window, dtype) for q, pads in zip(sides[0].longest, sides[1].pads, strict=True)
+    ]
     return Blocks(sides[0], sides[1], biases, relative)
 
 
@@ -139,30 +142,35 @@ def _cut(sizes: list[tuple[int, int]], most: int, calls: int) -> list[int]:
     return [*ends, len(sizes)] if sizes else []
 
 
-def _bias(relative: Tensor | None, pads: np.ndarray, queries: int, causal: bool, dtype: torch.dtype) -> Tensor | None:
+def _bias(
+    relative: Tensor | None, pads: np.ndarray, queries: int, causal: bool, window: int, dtype: torch.dtype
+) -> Tensor | None:
     """Relative bias and mask of a block as one tensor; None where there is neither."""
     hidden = torch.from_numpy(pads)[:, None, None]
     if causal:
-        hidden = hidden | torch.ones(queries, pads.shape[1], dtype=torch.bool).triu(1)
+        everywhere = torch.ones(queries, pads.shape[1], dtype=torch.bool)
+        hidden = hidden | everywhere.triu(1)
+        if window:
+            hidden = hidden | everywhere.tril(-window)
     if relative is None:
         return reference.additive(~hidden, None, dtype) if hidden.any() else None
     return relative[:, :queries, : pads.shape[1]].masked_fill(hidden, torch.finfo(dtype).min)
 
 
-def attention(packed: Sequence[Tensor], bias: Blocks, rate: float) -> Tensor:
+def attention(packed: Sequence[Tensor], bias: Blocks, rate: float, scale: float = 1.0) -> Tensor:
     """See `reference.attention`.
 
     >>> one = torch.ones(1, 1, dtype=torch.long)
-    >>> blocks = attention_bias(one, one, False, None, 0, torch.float32)
+    >>> blocks = attention_bias(one, one, False, 1, None, 0, torch.float32)
     >>> attention([torch.tensor([1.0, 1.0, 3.0]).view(1, 1, 3, 1, 1)], blocks, 0.0)
     tensor([[[[3.]]]])
     """
-    return _Attention.apply(bias.relative, bias, rate, *packed)
+    return _Attention.apply(bias.relative, bias, rate, scale, *packed)
 
 
 class _Attention(Function):
     @staticmethod
-    def forward(ctx, relative, bias, rate, *packed):  # type: ignore[no-untyped-def]
+    def forward(ctx, relative, bias, rate, scale, *packed):  # type: ignore[no-untyped-def]
         shape, (heads, channels) = packed[0].shape, packed[0].shape[3:]
         parts = []
         for x in packed:
@@ -174,16 +182,16 @@ class _Attention(Function):
         drops = _drops([len(q) * q.shape[1] * k.shape[1] for q, k in zip(*blocks[:2], strict=True)], rate)
         weights = []
         for q, k, v, out, added, pads, drop in zip(*blocks, bias.biases, bias.queries.pads, drops, strict=True):
-            weights.append(_weights(q, k, added, heads, pads))
+            weights.append(_weights(q, k, added, heads, pads, scale))
             _product(_without(weights[-1], drop), v, 1.0 / (1.0 - rate), out)
-        ctx.bias, ctx.rate, ctx.packed = bias, rate, [x.shape for x in packed]
+        ctx.bias, ctx.rate, ctx.scale, ctx.packed = bias, rate, scale, [x.shape for x in packed]
         ctx.save_for_backward(*parts, *weights, *drops)
         return mixed.index_select(0, bias.queries.gathers(1, heads)[1]).view(*shape[:2], heads, channels)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        bias, scale, (heads, channels) = ctx.bias, 1.0 / (1.0 - ctx.rate), grad.shape[2:]
+        bias, kept, (heads, channels) = ctx.bias, 1.0 / (1.0 - ctx.rate), grad.shape[2:]
         q, k, v, *rest = ctx.saved_tensors
         weights, drops = rest[: len(bias.biases)], rest[len(bias.biases) :]
         own = grad.reshape(-1, channels).index_select(0, bias.queries.gathers(1, heads)[0])
@@ -199,20 +207,20 @@ class _Attention(Function):
         blocks = [side.blocks(x, heads) for side, x in zip(sides, (q, k, v, own, *parts), strict=True)]
         grad_relative = None if bias.relative is None else torch.zeros_like(bias.relative)
         for q, k, v, own, grad_q, grad_k, grad_v, weight, drop in zip(*blocks, weights, drops, strict=True):
-            _product(_without(weight, drop).mT, own, scale, grad_v)
-            slope = _product(own, v.mT, scale, own.new_empty(weight.shape))
+            _product(_without(weight, drop).mT, own, kept, grad_v)
+            slope = _product(own, v.mT, kept, own.new_empty(weight.shape))
             if drop is not None:
                 slope.view(-1).index_fill_(0, drop, 0.0)
             slope = torch._softmax_backward_data(slope, weight, -1, weight.dtype)
-            torch.bmm(slope, k, out=grad_q)
-            torch.bmm(slope.mT, q, out=grad_k)
+            _product(slope, k, ctx.scale, grad_q)
+            _product(slope.mT, q, ctx.scale, grad_k)
             if grad_relative is not None:
                 grad_relative[:, : slope.shape[1], : slope.shape[2]] += slope.unflatten(0, (-1, heads)).sum(0)
         grads = []
         for x, shape in zip(tensors, ctx.packed, strict=True):
             _, back = (keys if shape[2] == 2 else queries).gathers(shape[2], heads)
             grads.append(x.index_select(0, back).view(shape))
-        return grad_relative, None, None, *grads
+        return grad_relative, None, None, None, *grads
 
 
 def _empty(like: Tensor, rows: int) -> Tensor:
@@ -222,12 +230,12 @@ def _empty(like: Tensor, rows: int) -> Tensor:
     return x
 
 
-def _weights(q: Tensor, k: Tensor, added: Tensor | None, heads: int, pads: np.ndarray) -> Tensor:
+def _weights(q: Tensor, k: Tensor, added: Tensor | None, heads: int, pads: np.ndarray, scale: float) -> Tensor:
     """Softmax of the scores of a block; 0 where the query is padding, so that it has no part in any gradient."""
     if added is not None and added.shape[1:3] == (heads, q.shape[1]):
-        scores = torch.baddbmm(added.flatten(0, 1), q, k.mT)
+        scores = torch.baddbmm(added.flatten(0, 1), q, k.mT, alpha=scale)
     else:
-        scores = torch.bmm(q, k.mT)
+        scores = _product(q, k.mT, scale, q.new_empty(*q.shape[:2], k.shape[1]))
         if added is not None:
             scores.unflatten(0, (-1, heads)).add_(added)
     weights = scores.softmax(-1, dtype=reference.wide(q.dtype)).to(q.dtype)

@@ -12,20 +12,20 @@ from t2t.kernels.cpu.dropout import dropped
 from t2t.kernels.reference import IGNORE
 
 
-def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float) -> Tensor:
+def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float, bias: Tensor | None = None) -> Tensor:
     """See `reference.linear_dropout_add`: the product adds itself to the residual, and what is dropped is put back.
 
     >>> linear_dropout_add(torch.ones(2), torch.ones(1), torch.tensor([[-1.0], [2.0]]), 0.0)
     tensor([0., 3.])
     """
-    return _LinearDropoutAdd.apply(residual, x, weight, rate)
+    return _LinearDropoutAdd.apply(residual, x, weight, rate, bias)
 
 
 class _LinearDropoutAdd(Function):
     @staticmethod
-    def forward(ctx, residual, x, weight, rate):  # type: ignore[no-untyped-def]
+    def forward(ctx, residual, x, weight, rate, bias):  # type: ignore[no-untyped-def]
         rows = x.reshape(-1, x.shape[-1])
-        y, index = _product_dropout_add(residual, rows, weight, rate)
+        y, index = _product_dropout_add(residual, rows, weight, rate, bias)
         ctx.rate = rate
         ctx.save_for_backward(rows, weight, index)
         return y
@@ -34,9 +34,10 @@ class _LinearDropoutAdd(Function):
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight, index = ctx.saved_tensors
-        scale = 1.0 / (1.0 - ctx.rate)
-        grad_x, grad_weight = _linear_grads(ctx.needs_input_grad[1:], _without(grad, index), x, weight, scale)
-        return grad, grad_x if grad_x is None else grad_x.view(*grad.shape[:-1], -1), grad_weight, None
+        live, scale, needed = _without(grad, index), 1.0 / (1.0 - ctx.rate), ctx.needs_input_grad
+        grad_x, grad_weight = _linear_grads(needed[1:], live, x, weight, scale)
+        grad_bias = live.sum(0).mul_(scale) if needed[4] else None
+        return grad, grad_x if grad_x is None else grad_x.view(*grad.shape[:-1], -1), grad_weight, None, grad_bias
 
 
 def relu_feed_forward(residual: Tensor, x: Tensor, wide: Tensor, narrow: Tensor, rate: float) -> Tensor:
@@ -73,10 +74,13 @@ class _ReluFeedForward(Function):
         return grad, grad_x if grad_x is None else grad_x.view(*grad.shape[:-1], -1), grad_wide, grad_narrow, None
 
 
-def _product_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float) -> tuple[Tensor, Tensor | None]:
-    """``residual`` plus what dropout leaves of ``x @ weight.T``, and what it dropped."""
-    base = residual.reshape(-1, residual.shape[-1])
-    y = torch.addmm(base, x, weight.T, alpha=1.0 / (1.0 - rate))
+def _product_dropout_add(
+    residual: Tensor, x: Tensor, weight: Tensor, rate: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """``residual`` plus what dropout leaves of ``x @ weight.T + bias``, and what it dropped."""
+    base, scale = residual.reshape(-1, residual.shape[-1]), 1.0 / (1.0 - rate)
+    start = base if bias is None else torch.add(base, bias, alpha=scale)
+    y = torch.addmm(start, x, weight.T, alpha=scale)
     index = dropped(y.numel(), rate) if rate else None
     if index is not None:
         y.view(-1).index_copy_(0, index, base.reshape(-1).index_select(0, index))
@@ -139,7 +143,12 @@ class _RmsNorm(Function):
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float = 0.0, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    smoothing: float = 0.0,
+    chunk: int | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.linear_cross_entropy`: positions without a label are left out before the matrix product.
 
@@ -149,6 +158,8 @@ def linear_cross_entropy(
     """
     index = (labels != IGNORE).nonzero()[:, 0]
     if len(index) == len(labels):
-        return reference.linear_cross_entropy(hidden, weight, labels, smoothing, chunk)
-    total, each = reference.linear_cross_entropy(hidden.index_select(0, index), weight, labels[index], smoothing, chunk)
+        return reference.linear_cross_entropy(hidden, weight, labels, smoothing, chunk, bias)
+    total, each = reference.linear_cross_entropy(
+        hidden.index_select(0, index), weight, labels[index], smoothing, chunk, bias
+    )
     return total, each.new_zeros(labels.shape).index_copy_(0, index, each)

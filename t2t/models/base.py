@@ -1,0 +1,99 @@
+"""What every model is to the rest of the house: a kind, a loss over packed rows, and a way to say one more token."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+Kind = Literal["seq2seq", "causal", "masked"]
+
+
+class Rows(NamedTuple):
+    """A batch (see `data.packing.Batch`) on the device: R rows of S source and T target slots.
+
+    A model without a decoder reads the target side, and its source has no slots.
+    """
+
+    source_ids: Tensor  # [R, S]
+    source_segments: Tensor  # [R, S]
+    target_ids: Tensor  # [R, T]
+    target_segments: Tensor  # [R, T]
+    target_positions: Tensor  # [R, T], from 0 in every segment
+    labels: Tensor  # [R, T]
+    target_types: Tensor | None = None  # [R, T], 1 in the second sentence of a pair
+    pair_labels: Tensor | None = None  # [R, most segments], whether the second sentence follows; -100: no such segment
+
+
+class Cache(Protocol):
+    """What decoding remembers, for R rows of K beams side by side."""
+
+    position: Tensor  # [1]: how many tokens were decoded
+
+    def use(self, slots: int) -> None:
+        """Compute with the first ``slots`` new tokens alone: they must hold all until this is called again."""
+
+    def reorder(self, sequences: Tensor) -> None:
+        """Let sequence i of R * K go on from what ``sequences[i]`` has decoded, another beam of the same row."""
+
+
+class Model(nn.Module):
+    """A model of any kind. Parameters carry the names and shapes of `transformers`."""
+
+    kind: ClassVar[Kind]
+    family: ClassVar[str]
+    classes: ClassVar[dict[str, str]]  # the model types it serves, and the class of transformers that opens each
+    embeddings: ClassVar[tuple[str, ...]]  # names under which checkpoints hold the embedding; the first is its own
+    output: ClassVar[str]  # the head's name where it is not the embedding
+    config: Any
+    fresh: tuple[str, ...] = ()  # parameters that the checkpoint lacked and that started afresh
+
+    @classmethod
+    @abstractmethod
+    def read(cls, raw: Mapping[str, Any], dropout: float | None) -> Any:
+        """The architecture of a Hugging Face ``config.json``, with another dropout rate if one is given."""
+
+    def initialize(self) -> None:
+        """Fresh weights, from torch's generator."""
+        for name, parameter in self.named_parameters():
+            self.initialize_one(name, parameter)
+
+    @abstractmethod
+    def initialize_one(self, name: str, parameter: Tensor) -> None:
+        """A fresh weight with the scale that the paper gives it."""
+
+    @property
+    @abstractmethod
+    def head(self) -> Tensor:
+        """The output matrix [V, D]."""
+
+    @abstractmethod
+    def loss(self, rows: Rows, smoothing: float) -> tuple[Tensor, Tensor]:
+        """Sums of what is minimised, [1], or [2] with next sentences, and each label's loss, [R, T], detached."""
+
+    def start(self, ids: Tensor, segments: Tensor, length: int, copies: int = 1) -> Cache:
+        """Read the inputs [R, S], one a row, and prepare to decode ``length`` tokens, each row ``copies`` times."""
+        raise NotImplementedError(f"{self.family} models do not generate")
+
+    def first(self, ids: Tensor, segments: Tensor) -> Tensor:
+        """The token [R] that decoding begins after."""
+        raise NotImplementedError(f"{self.family} models do not generate")
+
+    def decode(self, token_ids: Tensor, cache: Any) -> Tensor:
+        """Logits [R * K, V] after one more token a sequence [R * K]; the cache moves on by one position."""
+        raise NotImplementedError(f"{self.family} models do not generate")
+
+    @classmethod
+    def adopt(cls, stored: str) -> str | None:
+        """The parameter that a checkpoint's tensor fills; None: nobody needs it."""
+        return stored
+
+    def may_lack(self, name: str) -> bool:
+        """Whether a checkpoint may leave this parameter out, which then starts afresh."""
+        return False
+
+    def blocks(self) -> list[nn.Module]:
+        """The layers that gradient checkpointing recomputes, one by one."""
+        return []

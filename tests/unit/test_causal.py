@@ -1,0 +1,113 @@
+"""A causal model from files to text: plain text and pairs, trained, resumed, evaluated, opened by transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import t2t
+from t2t import config
+from t2t.config import Config
+from t2t.errors import InputError
+from t2t.train import evaluate
+from t2t.train.run import train
+
+Make = Callable[..., Config]
+
+TINY = {
+    "model_type": "gpt2",
+    "vocab_size": 384,
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    verse = ["one two three four", "two three four five", "three four five six"]
+    (tmp_path / "text.txt").write_text("\n\n".join("\n".join(verse) for _ in range(12)) + "\n")
+    (tmp_path / "pairs.tsv").write_text("".join(f"{a}{b}\t{b}{a}\n" for a in "abcdef" for b in "uvwxyz"))
+
+    def make(name: str = "run", data: str = "text.txt", **overrides: str) -> Config:
+        base = {
+            "run.dir": str(tmp_path / name),
+            "run.device": "cpu",
+            "run.threads": "1",
+            "model.config": str(tmp_path / "config.json"),
+            "model.tokenizer": "bytes",
+            "model.dropout": "0.1",
+            "data.train": str(tmp_path / data),
+            "data.validation_split": "0.1",
+            "data.block": "48",
+            "data.max_source_length": "24",
+            "data.max_target_length": "16",
+            "train.batch": "6",
+            "train.steps": "8",
+            "train.log_every": "1",
+            "checkpoint.every": "4",
+            "optim.lr": "0.01",
+        }
+        return config.load(overrides=base | {key.replace("__", "."): value for key, value in overrides.items()})
+
+    return make
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("objective", ["auto", "blocks"])
+def test_plain_text_is_learned_and_perplexity_told(make: Make, objective: str) -> None:
+    start = train(make("start", train__steps="1", data__objective=objective), quiet)
+    figures = train(make("whole", train__steps="60", data__objective=objective), quiet)
+    assert figures["validation_loss"] < 0.6 * start["validation_loss"]
+    assert figures["validation_perplexity"] == pytest.approx(math.exp(figures["validation_loss"]))
+    assert figures["validation_word_perplexity"] > figures["validation_perplexity"]
+
+
+def test_stopped_and_resumed_is_the_uninterrupted_run(make: Make) -> None:
+    whole, parts = make("whole"), make("parts")
+    figures = train(whole, quiet)
+    train(make("parts", train__stop_at="4"), quiet)
+    assert train(parts, quiet)["loss"] == figures["loss"]
+    assert (whole.run_dir / "model/model.safetensors").read_bytes() == (
+        parts.run_dir / "model/model.safetensors"
+    ).read_bytes()
+
+
+def test_pairs_are_learned_and_generation_stops(make: Make) -> None:
+    from transformers import AutoModelForCausalLM
+
+    chosen = make(data="pairs.tsv", train__steps="150", model__dropout="0", train__metrics="exact_match")
+    figures = train(chosen, quiet)
+    assert figures["loss"] < 0.5
+    loaded = t2t.load(chosen.run_dir / "model", "cpu")
+    outputs = loaded.generate(["au", "bv", "cw", "dx"])
+    assert outputs == ["ua", "vb", "wc", "xd"]
+    assert loaded.generate(["au", "bv"], beams=3) == ["ua", "vb"]
+    found = evaluate.evaluate(
+        str(chosen.run_dir / "model"), list(chosen.data.train), ["exact_match"], {"run.device": "cpu"}
+    )
+    assert found["exact_match"] > 0.8
+    peer = AutoModelForCausalLM.from_pretrained(chosen.run_dir / "model").eval()
+    prompt = torch.tensor([loaded.tokenizer.encode("au\n")])
+    said = peer.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :].tolist()
+    assert loaded.tokenizer.decode(said) == "ua"
+
+
+def test_an_objective_for_another_kind_of_model(make: Make) -> None:
+    with pytest.raises(InputError, match="data.objective: span_corruption is for seq2seq models, this one is causal"):
+        train(make(data__objective="span_corruption"), quiet)
+    with pytest.raises(InputError, match="data.template: 'nothing' must have {source} in it"):
+        train(make(data="pairs.tsv", data__template="nothing"), quiet)
