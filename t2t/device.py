@@ -45,13 +45,13 @@ def use_threads(count: int) -> int:
     return torch.get_num_threads()
 
 
-def keep_memory() -> None:
-    """Let the process keep the memory that it frees, where the C library is glibc, and do nothing elsewhere.
+def keep_memory(device: torch.device) -> None:
+    """On a CPU under glibc, let the process keep the memory that it frees; do nothing elsewhere.
 
     glibc hands large blocks back at once, and each new one faults in page by page; a training step on a CPU makes and
     drops hundreds of megabytes.
     """
-    if platform.libc_ver()[0] == "glibc":
+    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         arena_max, mmap_max, trim_threshold = -8, -4, -1  # from malloc.h
         for parameter, value in ((arena_max, 1), (mmap_max, 0), (trim_threshold, 2**31 - 1)):

@@ -20,7 +20,7 @@ from t2t.data import order
 from t2t.data.objectives import CausalPairs, CharacterNoise, Objective, Seq2Seq
 from t2t.data.packing import Batch, Cost, RowShape, collate, cut_flat, cut_static, measure, pick_rows, slots
 from t2t.data.sources import Reader, format_of, resolve
-from t2t.data.tasks import Example, Task
+from t2t.data.tasks import Example, Task, join
 from t2t.data.text import BlockLM, DocumentLM, Documents, PrefixLM, SpanCorruption
 from t2t.data.tokens import Pairs, Ragged, Tokenizer, tokenize
 from t2t.errors import InputError
@@ -82,13 +82,7 @@ def read_splits(data: Data, tokenizer: Tokenizer, seed: int, kind: str = "seq2se
     name = chosen_objective(data, kind)
     if name in ("lm", "blocks", "span_corruption", "prefix_lm"):
         return _text_splits(data, tokenizer, seed, name, start_id)
-    train, notes = read_examples(data.train, "data.train", data, data.max_samples)
-    validation: list[Example] = []
-    if data.validation:
-        validation, more = read_examples(data.validation, "data.validation", data, data.max_validation_samples)
-        notes += more
-    elif data.validation_split:
-        train, validation = _held_out(train, data, seed)
+    train, validation, notes = _split(read_examples, data, seed)
     objectives = []
     for key, examples in (("training", train), ("validation", validation)):
         table, cut = tokenized(examples, tokenizer, data, kind)
@@ -100,14 +94,22 @@ def read_splits(data: Data, tokenizer: Tokenizer, seed: int, kind: str = "seq2se
 T = TypeVar("T")
 
 
-def _held_out(items: list[T], data: Data, seed: int) -> tuple[list[T], list[T]]:
-    """What is left to train on, and the share that is held out."""
+def _split(
+    read: Callable[[Sequence[str], str, Data, int], tuple[list[T], list[str]]], data: Data, seed: int
+) -> tuple[list[T], list[T], list[str]]:
+    """What to train on, what is held out, from files of its own or as a share, and what was found on the way."""
+    items, notes = read(data.train, "data.train", data, data.max_samples)
+    if data.validation:
+        held_out, more = read(data.validation, "data.validation", data, data.max_validation_samples)
+        return items, held_out, notes + more
+    if not data.validation_split:
+        return items, [], notes
     held = max(1, round(len(items) * data.validation_split))
     if held >= len(items):
         raise InputError(f"data.validation_split: {len(items)} examples leave none to train on")
     shuffled = order.permuted(np.arange(len(items)), len(items), order.key(seed, "split"))
-    validation = [items[i] for i in np.sort(shuffled[:held])][: data.max_validation_samples or None]
-    return [items[i] for i in np.sort(shuffled[held:])], validation
+    held_out = [items[i] for i in np.sort(shuffled[:held])][: data.max_validation_samples or None]
+    return [items[i] for i in np.sort(shuffled[held:])], held_out, notes
 
 
 def tokenized(examples: Sequence[Example], tokenizer: Tokenizer, data: Data, kind: str) -> tuple[Pairs, list[str]]:
@@ -124,19 +126,6 @@ def tokenized(examples: Sequence[Example], tokenizer: Tokenizer, data: Data, kin
     return table, notes
 
 
-def join(template: str) -> tuple[str, str, str]:
-    """What a template has before the source, between source and target, and after the target.
-
-    >>> join("Q: {source}\\nA: {target}")
-    ('Q: ', '\\nA: ', '')
-    """
-    before, source, rest = template.partition("{source}")
-    between, target, after = rest.partition("{target}")
-    if not (source and target):
-        raise InputError(f"data.template: {template!r} must have {{source}} in it, and {{target}} after that")
-    return before, between, after
-
-
 def objective(pairs: Pairs, data: Data, kind: str, start_id: int) -> Objective:
     """What is learned from pairs by a model of this kind."""
     if data.objective == "character_noise":
@@ -145,14 +134,7 @@ def objective(pairs: Pairs, data: Data, kind: str, start_id: int) -> Objective:
 
 
 def _text_splits(data: Data, tokenizer: Tokenizer, seed: int, name: str, start_id: int) -> Splits:
-    train, notes = read_documents(data.train, "data.train", data, data.max_samples)
-    validation: list[tuple[str, str]] = []
-    if data.validation:
-        limit = data.max_validation_samples
-        validation, more = read_documents(data.validation, "data.validation", data, limit)
-        notes += more
-    elif data.validation_split:
-        train, validation = _held_out(train, data, seed)
+    train, validation, notes = _split(read_documents, data, seed)
     learned, held = (text_objective(name, texts, tokenizer, data, start_id) for texts in (train, validation))
     return Splits(learned, held if validation else None, (), tuple(notes))
 

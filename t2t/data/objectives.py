@@ -20,6 +20,8 @@ _MASK_CHARACTER = "\0"  # never in the text: sources refuse it
 class Objective(Protocol):
     """What a loader takes its examples from."""
 
+    words: int  # of the text, where perplexity is told by the word; else 0
+
     @property
     def fingerprint(self) -> str:
         """A digest of every token: two are equal when theirs are."""
@@ -48,9 +50,11 @@ class Seq2Seq:
 labels=array([102,   1], dtype=uint16), types=None, pair=-100)
     """
 
+    words = 0
+
     def __init__(self, pairs: Pairs, start_id: int) -> None:
         self.pairs, self.start_id = pairs, start_id
-        self.fingerprint = pairs.fingerprint
+        self.fingerprint, self.tell = pairs.fingerprint, pairs.tell
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -65,10 +69,6 @@ labels=array([102,   1], dtype=uint16), types=None, pair=-100)
     def _feature(self, source: np.ndarray, target: np.ndarray) -> Feature:
         return Feature(source, np.append(self.start_id, target[:-1]), target)
 
-    def tell(self, i: int) -> dict[str, str | list[int]]:
-        pairs = self.pairs
-        return {"where": pairs.where[i], "source": pairs.source[i].tolist(), "target": pairs.target[i].tolist()}
-
 
 class CausalPairs:
     """Pairs for a model that only goes on: the source, then the target and the end token, which it is to say.
@@ -82,9 +82,11 @@ class CausalPairs:
     (array([7, 8, 9]), array([-100,    9,    1]))
     """
 
+    words = 0
+
     def __init__(self, pairs: Pairs, both: bool = False) -> None:
         self.pairs, self.both = pairs, both
-        self.fingerprint = f"{pairs.fingerprint}-causal"
+        self.fingerprint, self.tell = f"{pairs.fingerprint}-causal", pairs.tell
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -101,11 +103,6 @@ class CausalPairs:
         tokens = np.concatenate([source, target])
         labels = tokens[1:] if self.both else np.concatenate([np.full(len(source) - 1, IGNORE), target])
         return Feature(np.zeros(0, np.int64), tokens[:-1], labels)
-
-    def tell(self, i: int) -> dict[str, str | list[int]]:
-        """Where pair ``i`` came from, and its tokens."""
-        pairs = self.pairs
-        return {"where": pairs.where[i], "source": pairs.source[i].tolist(), "target": pairs.target[i].tolist()}
 
 
 class CharacterNoise(Seq2Seq):

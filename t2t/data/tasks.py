@@ -217,6 +217,19 @@ def transform(spec: str, key: str) -> Callable[[str], str]:
     raise InputError(f"{key}: unknown transform {spec!r}{did_you_mean(spec, _NAMED)}")
 
 
+def join(template: str) -> tuple[str, str, str]:
+    """What a template has before the source, between source and target, and after the target.
+
+    >>> join("Q: {source}\\nA: {target}")
+    ('Q: ', '\\nA: ', '')
+    """
+    before, source, rest = template.partition("{source}")
+    between, target, after = rest.partition("{target}")
+    if not (source and target):
+        raise InputError(f"data.template: {template!r} must have {{source}} in it, and {{target}} after that")
+    return before, between, after
+
+
 def pieces(text: str, limit: int) -> Iterator[str]:
     """The text in pieces of at most ``limit`` characters, cut at spaces; a longer word is cut where it must be.
 

@@ -53,6 +53,7 @@ class DocumentLM:
 
     def __init__(self, documents: Documents, start_id: int, eos_id: int, block: int) -> None:
         self.documents, self.start_id, self.eos_id, self.block = documents, start_id, eos_id, block
+        self.words = documents.words
         self.fingerprint = f"{documents.fingerprint}-lm-{block}"
         lengths = documents.tokens.lengths + 1  # a label for every token, and for the end
         self._ends = np.cumsum(-(-lengths // block))
@@ -134,7 +135,7 @@ class BlockLM:
     def __init__(self, documents: Documents, start_id: int, eos_id: int, block: int) -> None:
         self.documents, self.windows, self.start_id = documents, Windows(documents, eos_id, block), start_id
         self.fingerprint = f"{documents.fingerprint}-blocks-{block}"
-        self.tell = self.windows.tell
+        self.tell, self.words = self.windows.tell, documents.words
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -204,7 +205,7 @@ class SpanCorruption:
             size -= 1
         self.windows = Windows(documents, eos_id, size)
         self.fingerprint = f"{documents.fingerprint}-spans-{size}-{density:g}-{mean_span:g}"
-        self.tell = self.windows.tell
+        self.tell, self.words = self.windows.tell, documents.words
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -272,7 +273,7 @@ class PrefixLM:
         self.max_source, self.max_target = max_source, max_target
         self.windows = Windows(documents, eos_id, max(max_source, max_target) - 1)  # an end token on either side
         self.fingerprint = f"{documents.fingerprint}-prefix-{max_source}-{max_target}"
-        self.tell = self.windows.tell
+        self.tell, self.words = self.windows.tell, documents.words
 
     def __len__(self) -> int:
         return len(self.windows)

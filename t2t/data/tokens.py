@@ -189,6 +189,10 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.source)
 
+    def tell(self, i: int) -> dict[str, str | list[int]]:
+        """Where pair ``i`` came from, and its tokens."""
+        return {"where": self.where[i], "source": self.source[i].tolist(), "target": self.target[i].tolist()}
+
     @property
     def fingerprint(self) -> str:
         """A digest of every token: two tables are equal when theirs are."""

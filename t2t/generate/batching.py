@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from t2t.config import Generate
+from t2t.data.tasks import join
 from t2t.data.tokens import Tokenizer
 from t2t.generate.decode import decode
 from t2t.models.base import Model
@@ -76,7 +77,10 @@ def _prompt(template: str, source: str) -> str:
     >>> _prompt("Q: {source} A: {target}", "why?")
     'Q: why? A: '
     """
-    return template.partition("{target}")[0].replace("{source}", source) if template else source
+    if not template:
+        return source
+    before, between, _ = join(template)
+    return before + source + between
 
 
 def _padded(sources: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:

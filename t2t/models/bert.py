@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from t2t import kernels
 from t2t.errors import InputError
 from t2t.models.activations import ACTIVATIONS
-from t2t.models.base import Kind, Model, Rows
+from t2t.models.base import Kind, Model, OneStack, Rows
 
 
 @dataclass(frozen=True)
-class BertConfig:
+class BertConfig(OneStack):
     """The architecture, as far as the model needs it.
 
     >>> BertConfig.from_huggingface({"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2}).width
@@ -52,13 +52,6 @@ class BertConfig:
         """Work of one packed row forward, in multiply-adds; row lengths are picked by it."""
         block = 4 * self.width**2 + 2 * self.width * self.inner + 2 * self.width * target_row
         return (self.num_layers * block + 0.15 * self.vocab_size * self.width) * target_row
-
-    def activations(self, source: float, target: float, dense: bool, recomputed: bool) -> float:
-        """About how many numbers forward keeps for backward of a row; ``dense``: with scores of whole rows."""
-        token = (13 if dense else 10) * self.width + (3 if dense else 2) * self.inner
-        score = self.num_heads * ((2 if self.attention_dropout else 1) if dense else 1 + 2 * self.attention_dropout)
-        block = target * (token + score * target)
-        return self.num_layers * target * self.width + block if recomputed else self.num_layers * block
 
     @classmethod
     def from_huggingface(cls, raw: Mapping[str, Any]) -> BertConfig:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from t2t import kernels
 from t2t.errors import InputError
 from t2t.models.activations import ACTIVATIONS
-from t2t.models.base import Kind, Model, Rows
+from t2t.models.base import Kind, Model, OneStack, Rows
 from t2t.models.cache import BeamCache, LayerCache
 
 
 @dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(OneStack):
     """The architecture, as far as the model needs it.
 
     >>> raw = {"model_type": "gpt_neo", "num_layers": 4, "attention_types": [[["global", "local"], 2]]}
@@ -63,13 +63,6 @@ class GPTConfig:
         block = 4 * self.width**2 + 2 * self.width * self.inner
         scores = sum(min(window, target_row) if window else target_row for window in self.windows)
         return (self.num_layers * block + self.vocab_size * self.width + 2 * self.width * scores) * target_row
-
-    def activations(self, source: float, target: float, dense: bool, recomputed: bool) -> float:
-        """About how many numbers forward keeps for backward of a row; ``dense``: with scores of whole rows."""
-        token = (13 if dense else 10) * self.width + (3 if dense else 2) * self.inner
-        score = self.num_heads * ((2 if self.attention_dropout else 1) if dense else 1 + 2 * self.attention_dropout)
-        block = target * (token + score * target)
-        return self.num_layers * target * self.width + block if recomputed else self.num_layers * block
 
     @classmethod
     def from_huggingface(cls, raw: Mapping[str, Any]) -> GPTConfig:

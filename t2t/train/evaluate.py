@@ -52,9 +52,8 @@ def loss(model: Model, loader: Loader, stopped: Callable[[], bool] = _never) -> 
     figures = {"loss": mean}
     if model.kind == "causal":
         figures["perplexity"] = _exp(mean)
-        words = getattr(getattr(loader.examples, "documents", None), "words", 0)
-        if words:
-            figures["word_perplexity"] = _exp(float(sums[0]) / words)
+        if loader.examples.words:
+            figures["word_perplexity"] = _exp(float(sums[0]) / loader.examples.words)
     return figures
 
 

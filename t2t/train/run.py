@@ -158,7 +158,7 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     family, architecture = models.architecture(models.read_config(models.find(path) if path else config.model.config))
     device = devices.resolve(config.run.device)
     devices.use_threads(config.run.threads)
-    devices.keep_memory()
+    devices.keep_memory(device)
     dtype = devices.compute_dtype(config.train.precision, device)
     tokenizer = load_tokenizer(config)
     splits = read_splits(config.data, tokenizer, config.run.seed, family.kind, architecture.start_id)
@@ -170,6 +170,8 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     if tokenizer.vocab_size > model.config.vocab_size:
         sizes = f"{tokenizer.vocab_size:,} tokens, the model {model.config.vocab_size:,}"
         raise InputError(f"model.tokenizer: does not fit the model: it has {sizes}")
+    if config.train.metrics and splits.validation is not None and not splits.validation_examples:
+        raise InputError("train.metrics: compares generated text with targets, which plain text has none of")
     _freeze(model, config.model.freeze)
     if config.train.gradient_checkpointing:
         for block in model.blocks():

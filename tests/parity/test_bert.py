@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import gradients
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -74,11 +75,6 @@ def ragged() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def rows(ids: Tensor, segments: Tensor, positions: Tensor, labels: Tensor, types: Tensor, pairs: Tensor | None) -> Rows:
     none = ids.new_zeros(len(ids), 0)
     return Rows(none, none, ids, segments, positions, labels, types, pairs)
-
-
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
 @pytest.mark.parametrize("implementation", [kernels.cpu, kernels.reference])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import gradients
 from torch import Tensor, nn
 
 from t2t import kernels
@@ -93,11 +94,6 @@ def rows(ids: Tensor, segments: Tensor, labels: Tensor, positions: Tensor | None
     none = ids.new_zeros(len(ids), 0)
     places = torch.arange(ids.shape[1]).expand_as(ids) if positions is None else positions
     return Rows(none, none, ids, segments, places, labels)
-
-
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
 @pytest.mark.parametrize("implementation", [kernels.cpu, kernels.reference])

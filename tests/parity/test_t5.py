@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from compare import gradients
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from t2t import kernels
 from t2t.models import load
@@ -55,11 +56,6 @@ def loss_of(model: T5, rows: Rows, smoothing: float = 0.0) -> tuple[Tensor, Tens
 def peer_loss(peer: Any, rows: Rows, smoothing: float = 0.0) -> Tensor:
     logits = peer(rows.source_ids, rows.source_segments, decoder_input_ids=rows.target_ids).logits
     return F.cross_entropy(logits.flatten(0, 1), rows.labels.flatten(), label_smoothing=smoothing, reduction="sum")
-
-
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
 def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:

@@ -111,3 +111,5 @@ def test_an_objective_for_another_kind_of_model(make: Make) -> None:
         train(make(data__objective="span_corruption"), quiet)
     with pytest.raises(InputError, match="data.template: 'nothing' must have {source} in it"):
         train(make(data="pairs.tsv", data__template="nothing"), quiet)
+    with pytest.raises(InputError, match="train.metrics: compares generated text with targets"):
+        train(make(train__metrics="bleu"), quiet)

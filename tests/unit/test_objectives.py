@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from t2t.data.objectives import MASK, CharacterNoise, Seq2Seq, character_noise
+from t2t.data.objectives import MASK, CausalPairs, CharacterNoise, Seq2Seq, character_noise
 from t2t.data.tokens import Bytes, Pairs, Ragged
 
 BYTES = Bytes()
@@ -93,3 +93,14 @@ def test_seq2seq_is_the_pair_shifted_by_the_start_token() -> None:
     assert feature.inputs.tolist() == [2, *BYTES.encode("bc")]
     assert feature.labels.tolist() == ids("bc").tolist()
     assert examples.tell(0) == {"where": "x:7", "source": ids("a").tolist(), "target": ids("bc").tolist()}
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_causal_model_is_to_say_the_target_or_both(both: bool) -> None:
+    pairs = Pairs(Ragged.of([[7, 8, 9]], 384), Ragged.of([[5, 6, 1]], 384), ("x:7",), 0, 0)
+    examples = CausalPairs(pairs, both)
+    feature = examples.feature(0, seed=0)
+    assert feature.inputs.tolist() == [7, 8, 9, 5, 6]
+    assert feature.labels.tolist() == ([8, 9, 5, 6, 1] if both else [-100, -100, 5, 6, 1])
+    assert [side.tolist() for side in examples.lengths] == [[0], [5]]
+    assert examples.tell(0)["where"] == "x:7"
