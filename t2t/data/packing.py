@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +66,36 @@ class Batch:
     def tokens(self) -> int:
         """Real tokens, source and target."""
         return int((self.source_segments != 0).sum() + (self.target_segments != 0).sum())
+
+    def alone(self, row: int, segment: int) -> Batch:
+        """One row as it is with nothing but one of its segments in it: the rest is padding, of its own tokens.
+
+        >>> one = Feature(np.array([5, 1]), np.array([0, 8]), np.array([8, 1]))
+        >>> two = Feature(np.array([6, 7, 1]), np.array([0, 9]), np.array([9, 1]))
+        >>> batch = collate([one, two], [40, 41], [[0, 1]], source_row=6, target_row=4, pad_id=0).alone(0, 2)
+        >>> batch.source_ids, batch.labels, batch.example_ids
+        (array([[6, 6, 6, 7, 1, 6]]), array([[-100, -100,    9,    1]]), array([[-1, 41]]))
+        """
+        source, target = (x[[row]] == segment for x in (self.source_segments, self.target_segments))
+        named = np.arange(1, self.example_ids.shape[1] + 1)[None] == segment
+
+        def keep(x: np.ndarray, mine: np.ndarray, other: int | None = None) -> np.ndarray:
+            if other is None:
+                other = x[row][mine[0]][0] if mine.any() else 0
+            return np.where(mine, x[[row]], other)
+
+        return replace(
+            self,
+            source_ids=keep(self.source_ids, source),
+            source_segments=keep(self.source_segments, source, 0),
+            target_ids=keep(self.target_ids, target),
+            target_segments=keep(self.target_segments, target, 0),
+            target_positions=self.target_positions[[row]],
+            labels=keep(self.labels, target, IGNORE),
+            example_ids=keep(self.example_ids, named, -1),
+            target_types=None if self.target_types is None else self.target_types[[row]],
+            pair_labels=None if self.pair_labels is None else keep(self.pair_labels, named, IGNORE),
+        )
 
 
 def pack(source: np.ndarray, target: np.ndarray, source_row: int, target_row: int) -> list[list[int]]:

@@ -40,6 +40,11 @@ def random_from(seed: int, device: torch.device, alone: bool) -> AbstractContext
     return nullcontext()
 
 
+def embedding(ids: Tensor, weight: Tensor, tied: bool) -> Tensor:
+    """See `reference.embedding`."""
+    return _on(weight).embedding(ids, weight, tied)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `reference.rms_norm`."""
     return _on(x).rms_norm(x, weight, eps)

@@ -112,6 +112,15 @@ def relative_bias(table: Tensor, queries: int, keys: int, max_distance: int, bid
     return F.embedding(index, table).permute(2, 0, 1)[None]
 
 
+def embedding(ids: Tensor, weight: Tensor, tied: bool) -> Tensor:
+    """Rows of ``weight``; ``tied``: it is the head's matrix too, so that its gradient has every row anyway.
+
+    >>> embedding(torch.tensor([1]), torch.tensor([[1.0], [2.0]]), tied=False)
+    tensor([[2.]])
+    """
+    return F.embedding(ids, weight)
+
+
 def additive(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Mask and bias as one tensor to add to the scores. The lowest finite number, not -inf, hides a slot, so that a
     row with nothing to look at stays finite.
@@ -173,20 +182,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _turn_into_gradient(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-    """Each row's cross-entropy, 0 where ignored; the logits become its gradient in place."""
-    valid = labels != IGNORE
-    target = labels.masked_fill(~valid, 0)[:, None]
-    picked, peak = logits.gather(1, target), logits.amax(-1, keepdim=True)
-    mean = logits.mean(-1, keepdim=True) if smoothing else 0.0
-    total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
-    loss = total.log() + peak - (1 - smoothing) * picked - smoothing * mean
-    count = valid[:, None].to(logits.dtype)
-    logits.mul_(count / total)
+def _turn_into_gradient(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    """Each row's cross-entropy against its target; the logits become its gradient in place."""
+    likelihood = torch.log_softmax(logits, -1, out=logits)
+    loss = likelihood.gather(1, target[:, None])[:, 0] * (smoothing - 1)
     if smoothing:
-        logits.sub_(count * (smoothing / logits.shape[1]))
-    logits.scatter_add_(1, target, count * (smoothing - 1))
-    return loss[:, 0] * valid
+        loss -= likelihood.mean(-1) * smoothing
+    gradient = likelihood.exp_()
+    if smoothing:
+        gradient.sub_(smoothing / logits.shape[1])
+    gradient.scatter_add_(1, target[:, None], gradient.new_full((len(target), 1), smoothing - 1))
+    return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -195,6 +201,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, smoothing, chunk, need_hidden, need_weight):  # type: ignore[no-untyped-def]
         precise = wide(hidden.dtype)
+        valid = labels != IGNORE
+        # Rows without a label are left out of everything but their own row of logits.
+        target, count, live = labels.masked_fill(~valid, 0), valid.to(precise), hidden * valid[:, None]
         losses = hidden.new_zeros(labels.shape[0], dtype=precise)
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight: Any = None
@@ -203,20 +212,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             logits = hidden[rows] @ weight.T if bias is None else torch.addmm(bias, hidden[rows], weight.T)
             grad = logits.to(precise)
-            losses[rows] = _turn_into_gradient(grad, labels[rows], smoothing)
+            losses[rows] = _turn_into_gradient(grad, target[rows], smoothing) * count[rows]
             if not (need_hidden or need_weight):
                 continue
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
+                grad_bias += count[rows] @ grad
             grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = grad @ weight
+                grad_hidden[rows] = (grad @ weight).mul_(valid[rows, None])
             if need_weight and grad_weight is None:
-                grad_weight = (grad.T @ hidden[rows]).to(precise)
+                grad_weight = (grad.T @ live[rows]).to(precise)
             elif need_weight and grad.dtype == precise:
-                grad_weight.addmm_(grad.T, hidden[rows])
+                grad_weight.addmm_(grad.T, live[rows])
             elif need_weight:
-                grad_weight.add_(grad.T @ hidden[rows])
+                grad_weight.add_(grad.T @ live[rows])
         if need_weight and grad_weight is None:  # not a single position
             grad_weight = torch.zeros_like(weight, dtype=precise)
         ctx.grads = grad_hidden, grad_weight, grad_bias

@@ -94,7 +94,8 @@ class Embeddings(nn.Module):
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         sentence = self.token_type_embeddings.weight[0] if types is None else self.token_type_embeddings(types)
-        return self.LayerNorm(self.word_embeddings(ids) + self.position_embeddings(positions) + sentence)
+        words = kernels.embedding(ids, self.word_embeddings.weight, tied=True)
+        return self.LayerNorm(words + self.position_embeddings(positions) + sentence)
 
 
 class Output(nn.Module):

@@ -251,7 +251,7 @@ class Stack(nn.Module):
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Tokens where they stand."""
-        return self.wte(ids) + self.wpe(positions)
+        return kernels.embedding(ids, self.wte.weight, self.config.tied) + self.wpe(positions)
 
     def biases(self, segments: Tensor, dtype: torch.dtype) -> dict[int, Any]:
         """What each width of window adds to the scores."""

@@ -371,9 +371,8 @@ class T5(Model):
     ) -> Tensor:
         """What the head multiplies, [R, T, D]. ``target_ids`` are shifted right within each segment."""
         # One look-up for both: the gradient of a look-up is as large as the vocabulary.
-        source, target = self.shared(torch.cat([source_ids, target_ids], 1)).split(
-            [source_ids.shape[1], target_ids.shape[1]], 1
-        )
+        both = kernels.embedding(torch.cat([source_ids, target_ids], 1), self.shared.weight, self.config.tied)
+        source, target = both.split([source_ids.shape[1], target_ids.shape[1]], 1)
         memory = self.encoder(source, source_segments)
         return self._scaled(self.decoder(target, target_segments, memory, source_segments))
 

@@ -98,7 +98,9 @@ def train_step(
         optimizer.accumulate()
     loss = float(sum(totals))
     if not math.isfinite(loss):
-        offenders = sorted({i for batch, each in zip(batches, losses, strict=True) for i in _offenders(batch, each)})
+        offenders = sorted(
+            {i for batch, each in zip(batches, losses, strict=True) for i in _offenders(model, batch, each)}
+        )
         raise Diverged(f"step {step + 1}: the loss is not finite", offenders)
     norm = float(optimizer.clip(clip))
     if not math.isfinite(norm):
@@ -111,8 +113,11 @@ def _examples(batch: Batch) -> list[int]:
     return [int(i) for i in batch.example_ids.flatten() if i >= 0]
 
 
-def _offenders(batch: Batch, losses: Tensor) -> list[int]:
-    """The examples whose own loss is not finite."""
+def _offenders(model: Model, batch: Batch, losses: Tensor) -> list[int]:
+    """The examples whose own loss is not finite. Their row-mates may be spoilt by them: each is tried alone."""
     bad = ~torch.isfinite(losses).cpu().numpy() & (batch.target_segments > 0)
     rows, slots = np.nonzero(bad)
-    return [int(batch.example_ids[r, batch.target_segments[r, t] - 1]) for r, t in zip(rows, slots, strict=True)]
+    suspects = sorted({(int(r), int(batch.target_segments[r, t])) for r, t in zip(rows, slots, strict=True)})
+    with torch.no_grad():
+        guilty = [place for place in suspects if not batch_loss(model, batch.alone(*place))[0].isfinite().all()]
+    return [int(batch.example_ids[r, segment - 1]) for r, segment in guilty or suspects]

@@ -2,12 +2,13 @@
 
 from t2t.kernels.cpu.blocks import attention, attention_bias
 from t2t.kernels.cpu.dropout import dropout, random_from
-from t2t.kernels.cpu.linear import linear_cross_entropy, linear_dropout_add, relu_feed_forward, rms_norm
+from t2t.kernels.cpu.linear import embedding, linear_cross_entropy, linear_dropout_add, relu_feed_forward, rms_norm
 
 __all__ = [
     "attention",
     "attention_bias",
     "dropout",
+    "embedding",
     "linear_cross_entropy",
     "linear_dropout_add",
     "random_from",

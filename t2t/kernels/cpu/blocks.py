@@ -1,14 +1,16 @@
-"""Attention of segments in blocks: only the scores of a segment with itself are made, and they stay in a core's cache.
+"""Attention in blocks of a few segments: no scores of whole rows are made, and those of a block stay in a core's cache.
 
-Segments of about one length lie side by side in a block, each padded to the longest: G segments of Q query and K key
-slots. One gather reads a tensor's heads into the blocks, [G, H, slots, C] of each in turn, another writes them back.
+A block is a stretch of slots that holds whole segments, of queries and of keys. Those that are short share one, behind
+a mask: a product of a few dozen slots is as fast as one of half as many, and nothing is copied to bring them together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,46 +21,33 @@ from torch.autograd.function import once_differentiable
 from t2t.kernels import reference
 from t2t.kernels.cpu.dropout import dropped
 
-SCORES = 2**17  # a block has at most so many, which a core's cache holds a few times
-WASTE = 0.25  # of a block's scores, the share that may be padding
-CALLS = 2**13  # the scores that take as long as the calls for one more block: so many may be padding in any case
+SCORES = 64 * 64  # of a head: segments that make no more of them together share a block
 STEP = 64  # relative biases are made for lengths in such steps, so that few different ones are
 
 
+class Block(NamedTuple):
+    """Where queries and keys of a block begin and end in the flattened rows."""
+
+    queries: slice
+    keys: slice
+
+
 class Side:
-    """Where the queries, or the keys, of all blocks lie in the flattened rows."""
+    """The queries, or the keys, of all blocks."""
 
-    def __init__(self, blocks: list[np.ndarray], slots: int) -> None:
-        """A block is [G, 2]: where each segment starts, and its length; ``slots`` are those of all rows."""
-        self.slots = slots
-        self.longest = [int(block[:, 1].max()) for block in blocks]
-        places = [np.minimum(np.arange(n), block[:, 1:] - 1) for n, block in zip(self.longest, blocks, strict=True)]
-        self.pads = [np.arange(n) >= block[:, 1:] for n, block in zip(self.longest, blocks, strict=True)]
-        self._places = [block[:, :1] + place for block, place in zip(blocks, places, strict=True)]  # [G, slots]
-        self._gathers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    def __init__(self, stretches: list[slice], slots: int) -> None:
+        """Stretches in order; the rest of ``slots`` is in no block."""
+        edges = [0, *(edge for stretch in stretches for edge in (stretch.start, stretch.stop)), slots]
+        self._sizes = [b - a for a, b in pairwise(edges)]  # between blocks and in them, in turn
+        self._full = not any(self._sizes[::2])
 
-    def gathers(self, parts: int, heads: int) -> tuple[Tensor, Tensor]:
-        """Of a tensor's rows of C, [slots, parts, H] of them: which make the blocks, part by part, and the way back.
+    def cut(self, x: Tensor) -> Sequence[Tensor]:
+        """What [H, slots, C] has in each block."""
+        return x.split(self._sizes, 1)[1::2]
 
-        A slot that is in no block gets the row after the last one.
-        """
-        if (parts, heads) not in self._gathers:
-            head = np.arange(heads)[:, None]
-            rows = [(place[:, None] * (parts * heads) + head).reshape(-1) for place in self._places]
-            real = [np.repeat(~pads[:, None], heads, 1).reshape(-1) for pads in self.pads]
-            there = (np.arange(parts)[:, None] * heads + np.concatenate([np.empty(0, np.int64), *rows])).reshape(-1)
-            kept = np.flatnonzero(np.tile(np.concatenate([np.empty(0, bool), *real]), parts))
-            back = np.full(self.slots * parts * heads, len(there))
-            back[there[kept]] = kept
-            self._gathers[parts, heads] = torch.from_numpy(there), torch.from_numpy(back)
-        return self._gathers[parts, heads]
-
-    def blocks(self, x: Tensor, heads: int) -> list[Tensor]:
-        """Each block [G * H, slots, C] of what was gathered."""
-        counts = [len(place) * heads for place in self._places]
-        sizes = [count * n for count, n in zip(counts, self.longest, strict=True)]
-        parts = x[: sum(sizes)].split(sizes) if sizes else ()
-        return [part.view(count, n, -1) for part, count, n in zip(parts, counts, self.longest, strict=True)]
+    def room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """For what is computed block by block; 0 in slots that are in none."""
+        return torch.empty(shape, dtype=dtype) if self._full else torch.zeros(shape, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -67,12 +56,20 @@ class Blocks:
 
     queries: Side
     keys: Side
-    biases: list[Tensor | None]  # [G, H or 1, Q or 1, K] of each block
+    biases: list[Tensor | None]  # [H or 1, Q, K] of each block
     relative: Tensor | None  # [H, Q, K], differentiable, of which they were made
 
-    def side(self, packed: Tensor) -> Side:
-        """Of keys and values alone, or of what has queries in it."""
-        return self.keys if packed.shape[2] == 2 else self.queries
+    def cut(self, packed: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """Blocks [H, slots, C] of what is in ``packed``: of queries alone, or of queries, keys and values."""
+        parts = (part.transpose(0, 1) for x in packed for part in x.flatten(0, 1).unbind(1))
+        return [side.cut(part) for side, part in zip((self.queries, self.keys, self.keys), parts, strict=False)]
+
+    def join(self, blocks: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
+        """The way back from `cut`, into tensors of such shapes."""
+        packed = [(self.keys if x.shape[2] == 2 else self.queries).room(x.shape, x.dtype) for x in like]
+        if self.biases:
+            torch._foreach_copy_(list(chain.from_iterable(self.cut(packed))), list(chain.from_iterable(blocks)))
+        return packed
 
 
 def attention_bias(
@@ -85,76 +82,80 @@ def attention_bias(
     dtype: torch.dtype,
     window: int = 0,
 ) -> Blocks:
-    """See `reference.attention_bias`: segments side by side in blocks instead of a mask over whole rows.
+    """See `reference.attention_bias`: the biases of blocks instead of one of whole rows.
 
-    >>> segments = torch.tensor([[1, 1, 2, 2, 0]])
-    >>> blocks = attention_bias(segments, segments, False, 1, torch.arange(32.0)[:, None], 128, torch.float32)
-    >>> blocks.queries.longest, blocks.biases[0][0]
-    ([2], tensor([[[ 0., 17.],
-             [ 1.,  0.]]]))
+    >>> segments = torch.tensor([[1, 1, 2, 0]])
+    >>> bias = attention_bias(segments, segments, False, 1, torch.arange(32.0)[:, None], 128, torch.float32)
+    >>> len(bias.biases), bias.biases[0][0, :2, :2]
+    (1, tensor([[ 0., 17.],
+            [ 1.,  0.]]))
     """
-    queries, keys = _segments(query_segments.numpy()), _segments(key_segments.numpy())
-    common = sorted(queries.keys() & keys.keys(), key=lambda c: (-queries[c][1] * keys[c][1], c))
-    ends = _cut([(queries[c][1], keys[c][1]) for c in common], SCORES // heads, CALLS // heads)
-    cut = [common[i:j] for i, j in zip([0, *ends], ends, strict=False)]
-    sides = [
-        Side([np.array([found[c] for c in block]) for block in cut], segments.numel())
-        for found, segments in ((queries, query_segments), (keys, key_segments))
-    ]
+    numbers = int(max(query_segments.max(), key_segments.max())) + 1 if query_segments.numel() else 1
+    queries, keys = (_named(segments.numpy(), numbers) for segments in (query_segments, key_segments))
+    blocks = list(_blocks(queries, keys))
+    named = torch.from_numpy(queries)[None], torch.from_numpy(keys)[None]
+    masks = [reference.segment_mask(named[0][:, q], named[1][:, k], causal, window)[0] for q, k in blocks]
     relative = None
-    if table is not None and cut:
-        q, k = (STEP * math.ceil(max(side.longest) / STEP) for side in sides)
+    if table is not None and masks:
+        q, k = (STEP * math.ceil(max(mask.shape[side] for mask in masks) / STEP) for side in (1, 2))
         relative = reference.relative_bias(table, q, k, max_distance, not causal)[0].to(dtype).contiguous()
     fixed = None if relative is None else relative.detach()
-    biases = [
-        _bias(fixed, pads, q, causal, window, dtype) for q, pads in zip(sides[0].longest, sides[1].pads, strict=True)
-    ]
-    return Blocks(sides[0], sides[1], biases, relative)
+    biases = [_bias(mask, fixed, dtype) for mask in masks]
+    sides = Side([block.queries for block in blocks], len(queries)), Side([block.keys for block in blocks], len(keys))
+    return Blocks(*sides, biases, relative)
 
 
-def _segments(segments: np.ndarray) -> dict[tuple[int, int], tuple[int, int]]:
-    """Start in the flattened rows and length of every segment, by row and number. Each lies in one piece."""
-    flat, width = segments.reshape(-1), segments.shape[1]
-    if not len(flat):
-        return {}
-    first = np.append(True, flat[1:] != flat[:-1])
-    first[::width] = True
-    starts = np.flatnonzero(first)
-    lengths = np.diff(starts, append=len(flat))
-    found = zip((starts // width).tolist(), flat[starts].tolist(), starts.tolist(), lengths.tolist(), strict=True)
-    return {(row, number): (start, length) for row, number, start, length in found if number}
+def _named(segments: np.ndarray, numbers: int) -> np.ndarray:
+    """The rows one after another, every segment with a number of its own; 0 stays padding.
 
-
-def _cut(sizes: list[tuple[int, int]], most: int, calls: int) -> list[int]:
-    """Where blocks end: each holds segments that follow one another, at most so many scores, and little padding.
-
-    >>> _cut([(4, 4), (4, 4), (4, 4), (2, 2)], most=32, calls=0), _cut([(4, 4), (2, 2)], most=32, calls=12)
-    ([2, 3, 4], [2])
+    >>> _named(np.array([[1, 1, 2], [1, 2, 0]]), 3)
+    array([1, 1, 2, 4, 5, 0])
     """
-    ends, start, real, longest = [], 0, 0, (0, 0)
-    for i, (q, k) in enumerate(sizes):
-        wider = max(longest[0], q), max(longest[1], k)
-        padded, wanted = (i - start + 1) * wider[0] * wider[1], real + q * k
-        if i > start and (padded > most or padded - wanted > max(WASTE * padded, calls)):
-            ends.append(i)
-            start, real, wider = i, 0, (q, k)
-        longest, real = wider, real + q * k
-    return [*ends, len(sizes)] if sizes else []
+    first = numbers * np.arange(len(segments))[:, None]
+    return np.where(segments, segments + first, 0).reshape(-1)
 
 
-def _bias(
-    relative: Tensor | None, pads: np.ndarray, queries: int, causal: bool, window: int, dtype: torch.dtype
-) -> Tensor | None:
-    """Relative bias and mask of a block as one tensor; None where there is neither."""
-    hidden = torch.from_numpy(pads)[:, None, None]
-    if causal:
-        everywhere = torch.ones(queries, pads.shape[1], dtype=torch.bool)
-        hidden = hidden | everywhere.triu(1)
-        if window:
-            hidden = hidden | everywhere.tril(-window)
-    if relative is None:
-        return reference.additive(~hidden, None, dtype) if hidden.any() else None
-    return relative[:, :queries, : pads.shape[1]].masked_fill(hidden, torch.finfo(dtype).min)
+def _blocks(queries: np.ndarray, keys: np.ndarray) -> Iterator[Block]:
+    """Segments that both sides have, in order; those that follow one another on both may share a block.
+
+    >>> named = np.array([1, 1, 2, 0, 4, 4])
+    >>> [block.keys for block in _blocks(named, named)]
+    [slice(0, 3, None), slice(4, 6, None)]
+    """
+    block, found = None, _segments(keys)
+    for name, q in _segments(queries).items():
+        if (k := found.get(name)) is None:
+            continue
+        if block is not None:
+            joined = Block(slice(block.queries.start, q.stop), slice(block.keys.start, k.stop))
+            follows = (block.queries.stop, block.keys.stop) == (q.start, k.start)
+            if follows and _length(joined.queries) * _length(joined.keys) <= SCORES:
+                block = joined
+                continue
+            yield block
+        block = Block(q, k)
+    if block is not None:
+        yield block
+
+
+def _length(stretch: slice) -> int:
+    return int(stretch.stop - stretch.start)
+
+
+def _segments(named: np.ndarray) -> dict[int, slice]:
+    """Where every segment lies. Each lies in one piece."""
+    edges = np.flatnonzero(np.diff(named, prepend=-1, append=-1)).tolist()
+    return {int(named[a]): slice(a, b) for a, b in pairwise(edges) if named[a]}
+
+
+def _bias(mask: Tensor, relative: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Relative bias and mask [1, Q, K] of a block as one tensor; None where there is neither.
+
+    Two slots of a segment are as far from each other in the block as in the segment.
+    """
+    if relative is not None:
+        return relative[:, : mask.shape[1], : mask.shape[2]].masked_fill(~mask, torch.finfo(dtype).min)
+    return None if mask.all() else reference.additive(mask, None, dtype)
 
 
 def attention(packed: Sequence[Tensor], bias: Blocks, rate: float, scale: float = 1.0) -> Tensor:
@@ -171,78 +172,38 @@ def attention(packed: Sequence[Tensor], bias: Blocks, rate: float, scale: float 
 class _Attention(Function):
     @staticmethod
     def forward(ctx, relative, bias, rate, scale, *packed):  # type: ignore[no-untyped-def]
-        shape, (heads, channels) = packed[0].shape, packed[0].shape[3:]
-        parts = []
-        for x in packed:
-            there, _ = bias.side(x).gathers(x.shape[2], heads)
-            parts += x.reshape(-1, channels).index_select(0, there).view(x.shape[2], -1, channels).unbind()
-        mixed = _empty(parts[0], len(parts[0]))
-        sides = bias.queries, bias.keys, bias.keys, bias.queries
-        blocks = [side.blocks(x, heads) for side, x in zip(sides, (*parts, mixed), strict=True)]
-        drops = _drops([len(q) * q.shape[1] * k.shape[1] for q, k in zip(*blocks[:2], strict=True)], rate)
-        weights = []
-        for q, k, v, out, added, pads, drop in zip(*blocks, bias.biases, bias.queries.pads, drops, strict=True):
-            weights.append(_weights(q, k, added, heads, pads, scale))
-            _product(_without(weights[-1], drop), v, 1.0 / (1.0 - rate), out)
-        ctx.bias, ctx.rate, ctx.scale, ctx.packed = bias, rate, scale, [x.shape for x in packed]
-        ctx.save_for_backward(*parts, *weights, *drops)
-        return mixed.index_select(0, bias.queries.gathers(1, heads)[1]).view(*shape[:2], heads, channels)
+        queries, keys, values = bias.cut(packed)
+        drops = _drops([len(q) * q.shape[1] * k.shape[1] for q, k in zip(queries, keys, strict=True)], rate)
+        weights, mixed = [], []
+        for q, k, v, added, drop in zip(queries, keys, values, bias.biases, drops, strict=True):
+            scores = _product(q, k.mT, scale) if added is None else torch.baddbmm(added, q, k.mT, alpha=scale)
+            weights.append(scores.softmax(-1, dtype=reference.wide(q.dtype)).to(q.dtype))
+            mixed.append(torch.bmm(_without(weights[-1], drop, 1.0 / (1.0 - rate)), v))
+        ctx.bias, ctx.rate, ctx.scale = bias, rate, scale
+        ctx.save_for_backward(*packed, *weights, *drops)
+        (out,) = bias.join([mixed], [packed[0][:, :, :1]])
+        return out[:, :, 0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        bias, kept, (heads, channels) = ctx.bias, 1.0 / (1.0 - ctx.rate), grad.shape[2:]
-        q, k, v, *rest = ctx.saved_tensors
-        weights, drops = rest[: len(bias.biases)], rest[len(bias.biases) :]
-        own = grad.reshape(-1, channels).index_select(0, bias.queries.gathers(1, heads)[0])
-        # The gradients of queries, keys and values are parts of one tensor, or of two, as they were in forward.
-        tensors = [_empty(q, shape[2] * len(q if shape[2] != 2 else k)) for shape in ctx.packed]
-        parts = [
-            part
-            for x, shape in zip(tensors, ctx.packed, strict=True)
-            for part in x[:-1].view(shape[2], -1, channels).unbind()
-        ]
-        queries, keys = bias.queries, bias.keys
-        sides = queries, keys, keys, queries, queries, keys, keys
-        blocks = [side.blocks(x, heads) for side, x in zip(sides, (q, k, v, own, *parts), strict=True)]
+        bias, saved, count = ctx.bias, ctx.saved_tensors, len(ctx.bias.biases)
+        packed = saved[: len(saved) - 2 * count]
+        weights, drops = saved[len(packed) : len(packed) + count], saved[len(packed) + count :]
+        (outs,) = bias.cut([torch.mul(grad, 1.0 / (1.0 - ctx.rate))[:, :, None]])
         grad_relative = None if bias.relative is None else torch.zeros_like(bias.relative)
-        for q, k, v, own, grad_q, grad_k, grad_v, weight, drop in zip(*blocks, weights, drops, strict=True):
-            _product(_without(weight, drop).mT, own, kept, grad_v)
-            slope = _product(own, v.mT, kept, own.new_empty(weight.shape))
+        grads: list[list[Tensor]] = [[], [], []]
+        for q, k, v, out, weight, drop in zip(*bias.cut(packed), outs, weights, drops, strict=True):
+            slope = torch.bmm(out, v.mT)
             if drop is not None:
                 slope.view(-1).index_fill_(0, drop, 0.0)
             slope = torch._softmax_backward_data(slope, weight, -1, weight.dtype)
-            _product(slope, k, ctx.scale, grad_q)
-            _product(slope.mT, q, ctx.scale, grad_k)
             if grad_relative is not None:
-                grad_relative[:, : slope.shape[1], : slope.shape[2]] += slope.unflatten(0, (-1, heads)).sum(0)
-        grads = []
-        for x, shape in zip(tensors, ctx.packed, strict=True):
-            _, back = (keys if shape[2] == 2 else queries).gathers(shape[2], heads)
-            grads.append(x.index_select(0, back).view(shape))
-        return grad_relative, None, None, None, *grads
-
-
-def _empty(like: Tensor, rows: int) -> Tensor:
-    """So many rows to fill, and one of zeros after them for the slots that are in no block."""
-    x = like.new_empty(rows + 1, like.shape[1])
-    x[-1] = 0.0
-    return x
-
-
-def _weights(q: Tensor, k: Tensor, added: Tensor | None, heads: int, pads: np.ndarray, scale: float) -> Tensor:
-    """Softmax of the scores of a block; 0 where the query is padding, so that it has no part in any gradient."""
-    if added is not None and added.shape[1:3] == (heads, q.shape[1]):
-        scores = torch.baddbmm(added.flatten(0, 1), q, k.mT, alpha=scale)
-    else:
-        scores = _product(q, k.mT, scale, q.new_empty(*q.shape[:2], k.shape[1]))
-        if added is not None:
-            scores.unflatten(0, (-1, heads)).add_(added)
-    weights = scores.softmax(-1, dtype=reference.wide(q.dtype)).to(q.dtype)
-    if pads.any():
-        padded = np.flatnonzero(np.repeat(pads[:, None], heads, 1))
-        weights.view(-1, k.shape[1]).index_fill_(0, torch.from_numpy(padded), 0.0)
-    return weights
+                grad_relative[:, : slope.shape[1], : slope.shape[2]] += slope
+            grads[0].append(_product(slope, k, ctx.scale))
+            grads[1].append(_product(slope.mT, q, ctx.scale))
+            grads[2].append(torch.bmm(_without(weight, drop, 1.0).mT, out))
+        return grad_relative, None, None, None, *bias.join(grads, packed)
 
 
 def _drops(sizes: list[int], rate: float) -> list[Tensor | None]:
@@ -255,13 +216,17 @@ def _drops(sizes: list[int], rate: float) -> list[Tensor | None]:
     return [part - start for part, start in zip(parts, [0, *ends[:-1].tolist()], strict=True)]
 
 
-def _without(weights: Tensor, drop: Tensor | None) -> Tensor:
+def _without(weights: Tensor, drop: Tensor | None, scale: float) -> Tensor:
     if drop is None:
         return weights
-    left = weights.clone()
+    left = torch.mul(weights, scale)
     left.view(-1).index_fill_(0, drop, 0.0)
     return left
 
 
-def _product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """``scale * a @ b``, the scaling done by the product."""
+    if scale == 1.0:
+        return torch.bmm(a, b)
+    out = a.new_empty(*a.shape[:2], b.shape[2])
     return torch.baddbmm(out, a, b, beta=0.0, alpha=scale, out=out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -10,6 +11,15 @@ from torch.autograd.function import once_differentiable
 from t2t.kernels import reference
 from t2t.kernels.cpu.dropout import dropped
 from t2t.kernels.reference import IGNORE
+
+
+def embedding(ids: Tensor, weight: Tensor, tied: bool) -> Tensor:
+    """See `reference.embedding`: added to the head's gradient are the rows that were looked up, not all of them.
+
+    >>> embedding(torch.tensor([1]), torch.tensor([[1.0], [2.0]]), tied=True)
+    tensor([[2.]])
+    """
+    return F.embedding(ids, weight, sparse=tied)
 
 
 def linear_dropout_add(residual: Tensor, x: Tensor, weight: Tensor, rate: float, bias: Tensor | None = None) -> Tensor:
