@@ -45,7 +45,7 @@ class Run:
 class Model:
     """What is trained."""
 
-    path: str = opt("", "model folder to start from (Hugging Face layout), or asset:NAME")
+    path: str = opt("", "model folder to start from (Hugging Face layout), a .gguf file, or asset:NAME")
     config: str = opt("", "start from scratch: a config.json, a folder that holds one, or asset:NAME")
     tokenizer: str = opt("", 'empty: the model\'s own; "bytes"; a tokenizer folder or name; a SentencePiece file')
     dropout: float | None = opt(None, "dropout rate; unset: as the model's config says")

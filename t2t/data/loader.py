@@ -18,7 +18,19 @@ import numpy as np
 from t2t.config import Data
 from t2t.data import order
 from t2t.data.objectives import CausalPairs, CharacterNoise, Objective, Seq2Seq
-from t2t.data.packing import Batch, Cost, RowShape, collate, cut_flat, cut_static, measure, pick_rows, slots
+from t2t.data.packing import (
+    Batch,
+    Cost,
+    RowShape,
+    collate,
+    cut_flat,
+    cut_padded,
+    cut_static,
+    measure,
+    pick_rows,
+    slots,
+    up,
+)
 from t2t.data.sources import Reader, format_of, resolve
 from t2t.data.tasks import Example, Task, join
 from t2t.data.text import BlockLM, DocumentLM, Documents, PrefixLM, SpanCorruption
@@ -184,7 +196,8 @@ class Loader:
     Step n of an epoch takes examples n·batch … (n+1)·batch of that epoch's permutation and packs them among
     themselves; the last step of an epoch takes what is left. With ``static`` every micro-batch has one shape
     (`packing.cut_static`); without, each is one row without padding, and there is a multiple of ``workers`` of them,
-    about as large as ``micro_rows`` rows and equal by ``cost`` (`packing.cut_flat`).
+    about as large as ``micro_rows`` rows and equal by ``cost`` (`packing.cut_flat`). Where rows are not ``packed`` each
+    holds one example, padded (`packing.cut_padded`).
     """
 
     def __init__(
@@ -199,10 +212,11 @@ class Loader:
         shuffle: bool = True,
         cost: Cost = slots,
         workers: int = 1,
+        packed: bool = True,
     ) -> None:
         self.examples, self.batch, self.shape, self.micro_rows, self.seed = examples, batch, shape, micro_rows, seed
         self.pad_id, self.static, self.shuffle, self.cost, self.workers = pad_id, static, shuffle, cost, workers
-        self.fingerprint = examples.fingerprint
+        self.packed, self.fingerprint = packed, examples.fingerprint
         self.steps_per_epoch = math.ceil(len(examples) / batch)
 
     def taken(self, step: int) -> np.ndarray:
@@ -217,9 +231,11 @@ class Loader:
         source, target = (np.array(side) for side in zip(*(feature.size for feature in features), strict=True))
         rows = self.shape.source_row, self.shape.target_row
         if self.static:
-            cuts = cut_static(source, target, *rows, self.micro_rows)
-        else:
+            cuts = cut_static(source, target, *rows, self.micro_rows, self.packed)
+        elif self.packed:
             cuts = cut_flat(source, target, self.micro_rows * sum(rows), self.cost, self.workers)
+        else:
+            cuts = cut_padded(source, target, self.micro_rows * sum(rows))
         return [collate(features, index, *cut, self.pad_id) for cut in cuts]
 
     def steps(self, start: int, stop: int, readers: int = 0) -> Generator[list[Batch], None, None]:
@@ -274,16 +290,23 @@ def step_examples(count: int, batch: int, step: int, seed: int, shuffle: bool = 
     return order.permuted(positions, count, order.key(seed, epoch)) if shuffle else positions
 
 
-def pick_shape(examples: Objective, data: Data, batch: int, cost: Cost, seed: int, static: bool = True) -> RowShape:
+def pick_shape(
+    examples: Objective, data: Data, batch: int, cost: Cost, seed: int, static: bool = True, packed: bool = True
+) -> RowShape:
     """Row lengths for a run: the given ones, or those that sampled steps cost least at.
 
-    Where rows may have any length none is picked: the longest example's stands for them.
+    Where rows may have any length none is picked, nor where each holds one example: the longest example's stands.
     """
     source, target = examples.lengths
     if not static:
         rows = data.source_row or int(source.max()), data.target_row or int(target.max())
         per_step = min(batch, len(examples)) * (source.mean() + target.mean()) / sum(rows)
         return RowShape(*rows, 1.0, 1.0, 1.0, float(per_step))
+    if not packed:
+        rows = data.source_row or (up(source.max()) if source.any() else 0), data.target_row or up(target.max())
+        s, t = float(source.mean()), float(target.mean())
+        fills = s / max(rows[0], 1), t / rows[1], (s + t) / sum(rows)
+        return RowShape(*rows, *fills, float(min(batch, len(examples))))
     sampled = max(1, min(SAMPLED_EXAMPLES // batch, math.ceil(len(examples) / batch)))
     steps = [step_examples(len(examples), batch, n, order.key(seed, "sample")) for n in range(sampled)]
     if data.source_row and data.target_row:

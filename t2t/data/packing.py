@@ -216,13 +216,17 @@ def slots(source_row: int, target_row: int) -> float:
     return source_row + target_row
 
 
-def cut_static(source: np.ndarray, target: np.ndarray, source_row: int, target_row: int, micro_rows: int) -> list[Cut]:
-    """Micro-batches of one shape, the last one filled up with empty rows.
+def cut_static(
+    source: np.ndarray, target: np.ndarray, source_row: int, target_row: int, micro_rows: int, packed: bool = True
+) -> list[Cut]:
+    """Micro-batches of one shape, the last one filled up with empty rows; unpacked, each row holds one example.
 
     >>> cut_static(np.array([5, 3, 4]), np.array([2, 2, 1]), source_row=8, target_row=4, micro_rows=3)
     [Cut(rows=[[0, 1], [2], []], source_row=8, target_row=4)]
+    >>> cut_static(np.array([5, 3]), np.array([2, 2]), source_row=8, target_row=4, micro_rows=3, packed=False)
+    [Cut(rows=[[0], [1], []], source_row=8, target_row=4)]
     """
-    rows = pack(source, target, source_row, target_row)
+    rows = pack(source, target, source_row, target_row) if packed else [[i] for i in range(len(source))]
     rows += [[]] * (-len(rows) % micro_rows)
     return [Cut(rows[i : i + micro_rows], source_row, target_row) for i in range(0, len(rows), micro_rows)]
 
@@ -245,6 +249,27 @@ def cut_flat(source: np.ndarray, target: np.ndarray, most: int, cost: Cost = slo
         parts[lightest].append(i)
         load[lightest] += costs[i]
     return [Cut([part], int(source[part].sum()), int(target[part].sum())) for part in parts]
+
+
+def cut_padded(source: np.ndarray, target: np.ndarray, most: int) -> list[Cut]:
+    """Micro-batches of one example a row, for a model that cannot tell segments apart on a device that takes any shape.
+
+    Examples of like lengths lie together, padded to the longest of them, as many as fit into ``most`` slots.
+
+    >>> cut_padded(np.array([5, 3, 4, 2]), np.array([2, 2, 1, 1]), most=14)
+    [Cut(rows=[[0], [1]], source_row=5, target_row=2), Cut(rows=[[2], [3]], source_row=4, target_row=1)]
+    """
+    cuts: list[Cut] = []
+    for i in np.argsort(-(source + target), kind="stable").tolist():
+        alone = Cut([[i]], int(source[i]), int(target[i]))
+        if cuts:
+            rows, s, t = cuts[-1]
+            wider = Cut([*rows, [i]], max(s, alone.source_row), max(t, alone.target_row))
+            if len(wider.rows) * (wider.source_row + wider.target_row) <= most:
+                cuts[-1] = wider
+                continue
+        cuts.append(alone)
+    return cuts
 
 
 @dataclass(frozen=True)
@@ -291,12 +316,12 @@ def pick_rows(
     >>> pick_rows(np.array([5, 3, 6, 2]), np.array([2, 2, 4, 1]), [np.arange(4)], cost=slots).source_row
     8
     """
-    longest_s, longest_t = _up(source.max()), _up(target.max())
+    longest_s, longest_t = up(source.max()), up(target.max())
     ratio = target.mean() / source.mean()
     tried: dict[tuple[int, int], tuple[RowShape, float]] = {}
 
     def attempt(s: float, t: float) -> None:
-        shape = (source_row or max(_up(s), longest_s), target_row or max(_up(t), longest_t))
+        shape = (source_row or max(up(s), longest_s), target_row or max(up(t), longest_t))
         if shape not in tried:
             found = measure(source, target, steps, *shape)
             tried[shape] = found, found.rows_per_step * cost(*shape)
@@ -317,5 +342,10 @@ def pick_rows(
     return best()
 
 
-def _up(length: float) -> int:
+def up(length: float) -> int:
+    """A row length that holds ``length`` slots.
+
+    >>> up(5), up(8), up(9)
+    (8, 8, 16)
+    """
     return ROUND * max(1, math.ceil(length / ROUND))

@@ -90,7 +90,7 @@ class HuggingFace:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self.inner(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return self.inner(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.inner.decode(ids, skip_special_tokens=True)
@@ -100,7 +100,7 @@ class HuggingFace:
 
 
 def load(spec: str) -> Tokenizer:
-    """The tokenizer that ``spec`` names: ``bytes``, a SentencePiece file, a tokenizer folder, or a hub name.
+    """The tokenizer that ``spec`` names: ``bytes``, a SentencePiece or GGUF file, a tokenizer folder, or a hub name.
 
     >>> load("bytes").vocab_size
     384
@@ -108,6 +108,8 @@ def load(spec: str) -> Tokenizer:
     path = Path(spec)
     if spec == "bytes" or _class_in(path) == "ByT5Tokenizer":
         return Bytes()
+    if path.suffix == ".gguf":
+        return _auto(str(path.parent), spec, gguf_file=path.name)
     if path.is_file():
         return _sentencepiece(path)
     if path.is_dir() and not any(path.glob("tokenizer*")) and not any(path.glob("*.model")):
@@ -135,11 +137,11 @@ def _sentencepiece(path: Path) -> HuggingFace:
         return _auto(name, str(path))
 
 
-def _auto(source: str, name: str) -> HuggingFace:
+def _auto(source: str, name: str, **where: str) -> HuggingFace:
     from transformers import AutoTokenizer
 
     try:
-        return HuggingFace(AutoTokenizer.from_pretrained(source, trust_remote_code=False), name)
+        return HuggingFace(AutoTokenizer.from_pretrained(source, trust_remote_code=False, **where), name)
     except (OSError, ValueError, RuntimeError, ImportError, TypeError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
         raise InputError(f"model.tokenizer: cannot load {name}: {reason}") from error

@@ -64,6 +64,7 @@ class Model(nn.Module):
     classes: ClassVar[dict[str, str]]  # the model types it serves, and the class of transformers that opens each
     embeddings: ClassVar[tuple[str, ...]]  # names under which checkpoints hold the embedding; the first is its own
     output: ClassVar[str]  # the head's name where it is not the embedding
+    packs: ClassVar[bool] = True  # whether several examples may share a row
     config: Any
     fresh: tuple[str, ...] = ()  # parameters that the checkpoint lacked and that started afresh
 

@@ -10,6 +10,19 @@ import torch
 from torch import Tensor
 
 
+def ending_together(ids: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
+    """Prompts [R, S], one a row, without their last tokens and moved so that all end in the same slot, [R, S - 1], and
+    the place of each slot in its prompt, which is negative before it begins.
+
+    >>> moved, places = ending_together(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]]))
+    >>> places.tolist(), moved[:, 1].tolist()
+    ([[0, 1], [-1, 0]], [6, 8])
+    """
+    width = ids.shape[1] - 1
+    places = torch.arange(width, device=ids.device) - width + segments.sum(1, keepdim=True) - 1
+    return ids.gather(1, places.clamp(min=0)), places
+
+
 class LayerCache:
     """Keys and values of one layer: of the prompt's P slots, then of T tokens of K beams, [R, H, P + T * K, C]."""
 

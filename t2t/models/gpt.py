@@ -22,7 +22,7 @@ from t2t import kernels
 from t2t.errors import InputError
 from t2t.models.activations import ACTIVATIONS
 from t2t.models.base import Kind, Model, OneStack, Rows
-from t2t.models.cache import BeamCache, LayerCache
+from t2t.models.cache import BeamCache, LayerCache, ending_together
 
 
 @dataclass(frozen=True)
@@ -361,10 +361,8 @@ class GPT(Model):
             raise InputError(
                 f"generate.max_length: {room} do not fit into the model's {self.config.positions} positions"
             )
-        # Prompts are moved so that all end in the same slot.
-        places = torch.arange(width, device=ids.device) - width + lengths[:, None] - 1
+        moved, places = ending_together(ids, segments)
         prompt = places >= 0
-        moved = ids.gather(1, places.clamp(min=0))
         stack = self.transformer
         x = stack.embed(moved, places.clamp(min=0))
         biases = stack.biases(prompt.long(), x.dtype)

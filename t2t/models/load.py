@@ -15,9 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from t2t.errors import InputError
+from t2t.models import huggingface
 from t2t.models.base import Model
 from t2t.models.bert import Bert
 from t2t.models.gpt import GPT
+from t2t.models.huggingface import Wrapped
 from t2t.models.t5 import T5
 
 FAMILIES: tuple[type[Model], ...] = (T5, GPT, Bert)
@@ -27,7 +29,7 @@ SHARD_BYTES = 4 * 2**30
 
 
 def find(path: str) -> Path:
-    """The folder of a model: a path, ``asset:NAME`` for one shipped with the package, or a hub name.
+    """The folder of a model: a path (or a GGUF file's), ``asset:NAME`` for one shipped with the package, or a hub name.
 
     >>> find("no/such-folder-here/at-all")
     Traceback (most recent call last):
@@ -37,11 +39,17 @@ def find(path: str) -> Path:
         folder = Path(str(resources.files("t2t") / "assets" / path.removeprefix("asset:")))
     else:
         folder = Path(path)
-    if folder.is_dir():
+    if folder.is_dir() or _is_gguf(folder):
         return folder
     if path.count("/") > 1 or path.startswith(("asset:", ".", "/", "~")):
         raise InputError(f"model.path: no such folder: {path}")
     return _from_hub(path)
+
+
+def _is_gguf(path: Path) -> bool:
+    if path.suffix == ".gguf" and not path.is_file():
+        raise InputError(f"model.path: no such file: {path}")
+    return path.suffix == ".gguf"
 
 
 def _from_hub(name: str) -> Path:
@@ -56,21 +64,26 @@ def _from_hub(name: str) -> Path:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The ``config.json`` of a folder (or ``asset:NAME``), or the file itself.
+    """The ``config.json`` of a folder (or ``asset:NAME``), or the file itself, or what a GGUF file says.
 
     >>> read_config("nowhere")
     Traceback (most recent call last):
     t2t.errors.InputError: nowhere: no config.json there
     """
     path = find(path) if isinstance(path, str) and path.startswith("asset:") else Path(path)
+    if path.suffix == ".gguf":
+        return huggingface.read_gguf(path)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise InputError(f"{path}: no config.json there")
     raw = _read_json(file)
-    kind = raw.get("model_type")
-    if kind not in NATIVE:
-        raise InputError(f"{file}: model_type {kind!r} is not supported; supported: {', '.join(NATIVE)}")
+    _family(raw)
     return raw
+
+
+def _family(raw: Mapping[str, Any]) -> type[Model]:
+    """The class that serves a config; what is not native comes from transformers."""
+    return NATIVE.get(raw.get("model_type", "")) or huggingface.family(raw)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -90,11 +103,17 @@ def architecture(raw: Mapping[str, Any]) -> tuple[type[Model], Any]:
     >>> family.kind, config.num_layers
     ('causal', 3)
     """
-    family = NATIVE[raw["model_type"]]
+    family = _family(raw)
     return family, family.read(raw, None)
 
 
-def create(raw: Mapping[str, Any], seed: int, dropout: float | None = None) -> Model:
+def create(
+    raw: Mapping[str, Any],
+    seed: int,
+    dropout: float | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Model:
     """A model from scratch, by its Hugging Face config.
 
     >>> raw = {"model_type": "t5", "d_model": 8, "d_ff": 8, "num_layers": 1, "num_heads": 2, "d_kv": 4}
@@ -102,16 +121,19 @@ def create(raw: Mapping[str, Any], seed: int, dropout: float | None = None) -> M
     torch.Size([32128, 8])
     """
     torch.manual_seed(seed)
-    family = NATIVE[raw["model_type"]]
+    family = _family(raw)
     model = family(family.read(raw, dropout))
     model.initialize()
+    model.to(device)
+    for parameter in model.parameters():  # buffers, as the angles of rotary positions, keep their precision
+        parameter.data = parameter.data.to(dtype)
     return model
 
 
 def load(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, dropout: float | None = None
 ) -> tuple[Model, dict[str, Any]]:
-    """A model with the weights of a folder, and the folder's raw config. Peak memory is one copy and one tensor.
+    """A model with the weights of a folder or a GGUF file, and the raw config. Peak memory is one copy and one tensor.
 
     >>> import tempfile
     >>> raw = {"model_type": "t5", "d_model": 8, "d_ff": 8, "num_layers": 1, "vocab_size": 16}
@@ -121,14 +143,22 @@ def load(
     torch.Size([16, 8])
     """
     raw = read_config(folder)
-    files = {name: file for file in weight_files(folder) for name in _names(file)}
-    family = NATIVE[raw["model_type"]]
+    files = {} if folder.is_file() else {name: file for file in weight_files(folder) for name in _names(file)}
+    family = _family(raw)
     config = family.read(raw, dropout)
-    config = dataclasses.replace(config, tied=_is_tied(family, files, config.tied))
-    with torch.device("meta"):
-        model = family(config).to(dtype)
-    model.to_empty(device=device)
-    missing = _fill(model, folder, files)
+    model: Model
+    if issubclass(family, Wrapped):
+        model, missing = family.open(folder, config, dtype)
+        model.to(device)
+    else:
+        config = dataclasses.replace(config, tied=_is_tied(family, files, config.tied))
+        with torch.device("meta"):
+            model = family(config).to(dtype)
+        model.to_empty(device=device)
+        missing = _fill(model, folder, files)
+        raw["tie_word_embeddings"] = config.tied
+        if raw["model_type"] == "t5":  # else transformers would guess it from the line above
+            raw["scale_decoder_outputs"] = config.scale_outputs
     model.fresh = tuple(name for name in missing if model.may_lack(name))
     for name in model.fresh:
         model.initialize_one(name, model.get_parameter(name))
@@ -136,9 +166,6 @@ def load(
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise InputError(f"{folder}: the weights lack {', '.join(missing[:3])}{more}")
-    raw["tie_word_embeddings"] = config.tied
-    if raw["model_type"] == "t5":  # else transformers would guess it from the line above
-        raw["scale_decoder_outputs"] = config.scale_outputs
     return model, raw
 
 
@@ -176,8 +203,13 @@ def save(weights: Mapping[str, Tensor], raw: Mapping[str, Any], folder: Path, dt
         if old.name not in written:
             old.unlink()
     stored = str(dtype or next(iter(weights.values())).dtype).removeprefix("torch.")
-    config = {"architectures": [NATIVE[raw["model_type"]].classes[raw["model_type"]]], **raw, "dtype": stored}
+    config = {"architectures": _architectures(raw), **raw, "dtype": stored}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _architectures(raw: Mapping[str, Any]) -> list[str]:
+    native = NATIVE.get(raw["model_type"])
+    return huggingface.architectures(raw) if native is None else [native.classes[raw["model_type"]]]
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -124,9 +124,10 @@ def evaluate(
     own_config, batch, kind = loaded.model.config, config.generate.batch, loaded.model.kind
     learned = objective(tokenized(examples, loaded.tokenizer, data, kind)[0], data, kind, own_config.start_id)
     static = devices.static_shapes(loaded.model.head.device)
-    shape = pick_shape(learned, data, batch, own_config.row_cost, config.run.seed, static)
+    packed = loaded.model.packs
+    shape = pick_shape(learned, data, batch, own_config.row_cost, config.run.seed, static, packed)
     rows = math.ceil(shape.rows_per_step)
-    loader = Loader(learned, batch, shape, rows, 0, own_config.pad_id, static=static, shuffle=False)
+    loader = Loader(learned, batch, shape, rows, 0, own_config.pad_id, static=static, shuffle=False, packed=packed)
     figures = loss(loaded.model, loader)
     lengths = data.max_source_length, data.max_target_length
     return figures | score(

@@ -176,8 +176,9 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     if config.train.gradient_checkpointing:
         for block in model.blocks():
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
-    # Recomputing replays torch's own generator, which threads would have to share.
-    workers = 1 if config.train.gradient_checkpointing else devices.workers(device)
+    # Recomputing, like a wrapped model, draws from torch's own generator, which threads would have to share.
+    alone = config.train.gradient_checkpointing or not model.packs
+    workers = 1 if alone else devices.workers(device)
     loader = _loader(config, model, device, splits.train, workers)
     validation = None
     if splits.validation is not None:
@@ -199,7 +200,11 @@ def _loader(
 ) -> Loader:
     static, given = devices.static_shapes(device), config.train.micro_rows
     cost = model.config.row_cost
-    shape = pick_shape(examples, config.data, config.train.batch, cost, config.run.seed, static)
+    longest, room = max(int(side.max()) for side in examples.lengths), getattr(model.config, "positions", 0)
+    if 0 < room < longest:
+        advice = "lower data.max_source_length, data.max_target_length or data.block"
+        raise InputError(f"data: {longest} tokens do not fit into the model's {room} positions: {advice}")
+    shape = pick_shape(examples, config.data, config.train.batch, cost, config.run.seed, static, model.packs)
     return Loader(
         examples,
         config.train.batch,
@@ -211,6 +216,7 @@ def _loader(
         shuffle=shuffle,
         cost=cost,
         workers=workers,
+        packed=model.packs,
     )
 
 
@@ -243,7 +249,7 @@ def load_model(config: Config, device: torch.device, dtype: torch.dtype) -> tupl
         model, raw = models.load(models.find(config.model.path), device, dtype, config.model.dropout)
     else:
         raw = models.read_config(config.model.config)
-        model = models.create(raw, config.run.seed, config.model.dropout).to(device, dtype)
+        model = models.create(raw, config.run.seed, config.model.dropout, device, dtype)
     return model, raw
 
 
@@ -266,7 +272,9 @@ def summary(run: Run) -> str:
     fills = f"filled {shape.source_fill:.2f} / {shape.target_fill:.2f}"
     packed, at_once = f"{shape.source_row} + {shape.target_row} slots, {fills}", f"{micro_rows} rows at once"
     if not run.loader.static:
-        packed = "as long as their examples, without padding"
+        packed = (
+            "as long as their examples, without padding" if run.loader.packed else "an example each, of like lengths"
+        )
         at_once = f"at most {micro_rows * (shape.source_row + shape.target_row):,} a micro-batch"
     rows = [
         ("model", f"{config.model.path or config.model.config} ({run.raw['model_type']}, {dtype})"),
@@ -500,7 +508,7 @@ def export(run: Run) -> Path:
     step, weights = _best_weights(run)
     shutil.rmtree(fresh, ignore_errors=True)
     data, ids = run.config.data, _special_ids(run)
-    models.save(weights, {**run.raw, **ids}, fresh)
+    models.save({**run.model.state_dict(), **weights}, {**run.raw, **ids}, fresh)  # a model may have buffers to keep
     run.tokenizer.save(fresh)
     generation = {**ids, **_generation(run.config)}
     store.atomic_write(fresh / "generation_config.json", json.dumps(generation, indent=2) + "\n")
