@@ -24,6 +24,7 @@ from t2t.train.signals import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_DONE, EXIT_INT
 
 if TYPE_CHECKING:
     from t2t.data.sources import Reader
+    from t2t.data.tasks import Messages
 
 DESCRIPTION = "Text in, a tuned Hugging Face-compatible model out."
 EPILOG = """examples:
@@ -124,9 +125,9 @@ def _generate(parsed: argparse.Namespace) -> int:
     prepared = {name: given[f"data.{name}"] for name in PREPARATION if f"data.{name}" in given}
     loaded = dataclasses.replace(loaded, settings=dataclasses.replace(loaded.settings, **prepared))
     settings = {key.removeprefix("generate."): given[key] for key in given if key.startswith("generate.")}
-    inputs: list[str] = []
+    inputs: list[str | Messages] = []
 
-    def kept() -> Iterator[str]:
+    def kept() -> Iterator[str | Messages]:
         for text in texts:
             inputs.append(text)
             yield text
@@ -150,8 +151,8 @@ def _opened(name: str | None) -> AbstractContextManager[TextIO]:
         raise InputError(f"--output: {name}: {error.strerror}") from None
 
 
-def _input_texts(name: str, chosen: Config) -> Iterator[str]:
-    """The texts of a file, by its format and source column, or the lines of standard input."""
+def _input_texts(name: str, chosen: Config) -> Iterator[str | Messages]:
+    """The texts or chats of a file, by its format and source column, or the lines of standard input."""
     if name == "-":
         return _lines(sys.stdin.buffer)
     from t2t.data.sources import Reader, resolve
@@ -169,7 +170,7 @@ def _lines(stream: Iterable[bytes]) -> Iterator[str]:
             raise InputError(f"standard input:{number}: invalid UTF-8 at byte {error.start + 1} of the line") from None
 
 
-def _file_texts(reader: Reader, column: str) -> Iterator[str]:
+def _file_texts(reader: Reader, column: str) -> Iterator[str | Messages]:
     from t2t.data.tasks import source_texts
 
     yield from source_texts(reader, column)

@@ -68,12 +68,20 @@ class Data:
     )
     target_transforms: tuple[str, ...] = opt((), "the same for the target")
     piece: int = opt(0, "cut longer plain-text lines at spaces into pieces of at most so many characters; 0: never")
-    objective: Literal["auto", "pairs", "lm", "blocks", "span_corruption", "prefix_lm", "character_noise"] = opt(
-        "auto", "what is learned; auto: target from source, or with a causal model on plain text the next token"
+    objective: Literal["auto", "pairs", "chat", "lm", "blocks", "span_corruption", "prefix_lm", "character_noise"] = (
+        opt(
+            "auto",
+            "what is learned; auto: target from source, or with a causal model the answers in chat records "
+            "({messages: [{role, content}, ...]}) and on plain text the next token",
+        )
     )
     template: str = opt("{source}\n{target}", "how a causal model sees a pair; it learns what begins at {target}")
     loss_on: Literal["target", "both"] = opt("target", "what of a pair a causal model is to say")
-    block: int = opt(0, "tokens of plain text that a causal model sees at once; 0: data.max_source_length")
+    block: int = opt(
+        0,
+        "tokens that a causal model sees at once, of plain text (0: data.max_source_length) or of a conversation, "
+        "whose oldest turns give way (0: data.max_source_length + data.max_target_length)",
+    )
     max_source_length: int = opt(512, "source tokens kept, end token included")
     max_target_length: int = opt(128, "target tokens kept, end token included")
     source_row: int = opt(0, "slots in a packed source row; 0: picked from the data")

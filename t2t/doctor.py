@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import platform
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -27,9 +28,11 @@ from typing import Any
 import numpy as np
 
 from t2t.config import Config
-from t2t.data import sources
+from t2t.data import chat, sources
+from t2t.data.chat import Template
+from t2t.data.loader import begins_document
 from t2t.data.sources import Reader, Record
-from t2t.data.tasks import Columns, Example, Task
+from t2t.data.tasks import BadField, Columns, Example, Task, is_chat
 from t2t.data.tokens import Tokenizer
 from t2t.errors import InputError
 from t2t.terminal import human_bytes, table
@@ -47,7 +50,8 @@ _BLOCK_CHARACTERS = 2**20  # tokenized at once, so that memory does not follow t
 class Lengths:
     """How long one side of the examples is, as a model gets it: prefix, transforms and end token included.
 
-    ``cut`` is the share of examples longer than the data section allows; characters are not cut.
+    A conversation is one side, with what its chat template adds. ``cut`` is the share of examples longer than the data
+    section allows; characters are not cut.
 
     >>> Lengths.of("source", "tokens", [4, 5, 5, 9], limit=8)
     Lengths(side='source', unit='tokens', p50=5, p90=9, p99=9, max=9, cut=0.25)
@@ -72,7 +76,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class FileReport:
-    """What was found in one file. ``error`` says why it cannot be used, or nothing.
+    """What was found in one file. ``error`` says why it cannot be used, or nothing; plain text has ``documents``.
 
     >>> report = FileReport("a.txt", "txt", "", 3, 2, 1, ("a.txt:2: invalid UTF-8",), (), "", "", "", (), "")
     >>> report.records, report.examples, report.bad_lines
@@ -92,6 +96,7 @@ class FileReport:
     why: str
     lengths: tuple[Lengths, ...]
     error: str
+    documents: int = 0
 
 
 @dataclass(frozen=True)
@@ -219,7 +224,7 @@ def render(report: Report) -> str:
             " ".join(f.columns),
             f.source,
             f.target,
-            f.why,
+            f"{f.why}, {_counted(f.documents, 'document')}" if f.documents else f.why,
         )
         for f in report.files
     ]
@@ -247,6 +252,7 @@ class _Tally(Reader):
         self.records = 0
 
     def __iter__(self) -> Iterator[Record]:
+        self.records = 0
         for record in super().__iter__():
             self.first = self.first or record
             self.records += 1
@@ -260,43 +266,93 @@ class _Tally(Reader):
 
 def _check_file(file: str, task: Task, tokenizer: Tokenizer | None, config: Config) -> FileReport:
     reader = _Tally(file, config)
-    lengths = {(side, unit): array("I") for unit in ("characters", "tokens") for side in ("source", "target")}
+    found = _Found()
     error = ""
     try:
-        for block in _blocks(task.examples(reader)):
-            for side, texts in (("source", [e.source for e in block]), ("target", [e.target for e in block])):
-                lengths[side, "characters"].extend(map(len, texts))
-                if tokenizer is not None:
-                    lengths[side, "tokens"].extend(len(ids) + 1 for ids in tokenizer.encode_batch(texts))
+        if is_chat(next(iter(reader)).fields) and not task.source:
+            _measure_chat(reader, tokenizer, config, found)
+        else:
+            _measure_pairs(reader, task, tokenizer, config, found)
     except InputError as problem:
         error = str(problem)
     if reader.bad and not reader.records:
         error = f"{file}: no records; {reader.bad_count:,} bad lines, the first: {reader.bad[0]}"
-    limits = {"source": config.data.max_source_length, "target": config.data.max_target_length}
-    suffix, compression = sources._suffixes(file)
+    name = sources.shown(file)
+    source, target, why = _columns(task, reader.first)
     return FileReport(
-        file,
-        sources._FORMATS.get(suffix, "unknown") if config.data.format == "auto" else config.data.format,
-        compression,
+        name,
+        sources.format_of(file, config.data.format) or "unknown",
+        sources.compression_of(file),
         reader.records,
-        len(lengths["source", "characters"]),
+        found.examples,
         reader.bad_count,
-        tuple(reader.bad),
+        tuple(line.replace(file, name) for line in reader.bad),
         tuple(reader.first.fields) if reader.first else (),
-        *_columns(task, reader.first),
+        source,
+        target,
+        why,
         tuple(
-            Lengths.of(side, unit, found, limits[side] if unit == "tokens" else None)
-            for (side, unit), found in lengths.items()
-            if found
+            Lengths.of(side, unit, lengths, found.limits[side] if unit == "tokens" else None)
+            for (side, unit), lengths in found.lengths.items()
+            if lengths
         ),
-        error,
+        error.replace(file, name),
+        found.documents if source and source == target else 0,
     )
+
+
+class _Found:
+    """What was measured of a file so far."""
+
+    def __init__(self) -> None:
+        self.lengths: defaultdict[tuple[str, str], array[int]] = defaultdict(lambda: array("I"))
+        self.limits: dict[str, int] = {}
+        self.examples = self.documents = 0
+
+
+def _measure_pairs(reader: Reader, task: Task, tokenizer: Tokenizer | None, config: Config, found: _Found) -> None:
+    found.limits = {"source": config.data.max_source_length, "target": config.data.max_target_length}
+    before = ""
+    for block in _blocks(task.examples(reader)):
+        found.examples += len(block)
+        for example in block:
+            found.documents += begins_document(example.where, before, config.data.format)
+            before = example.where
+        sides = {"source": [example.source for example in block], "target": [example.target for example in block]}
+        for side, texts in sides.items():
+            found.lengths[side, "characters"].extend(map(len, texts))
+        if tokenizer is not None:
+            for side, texts in sides.items():
+                found.lengths[side, "tokens"].extend(len(ids) + 1 for ids in tokenizer.encode_batch(texts))
+
+
+def _measure_chat(reader: Reader, tokenizer: Tokenizer | None, config: Config, found: _Found) -> None:
+    template = Template(tokenizer) if tokenizer is not None else None
+    found.limits = {"conversation": chat.lengths(config.data)[0]}
+    for record in reader:
+        try:
+            messages = chat.checked_conversation(record.fields.get("messages"))
+            shown = template.show(messages) if template is not None else None
+        except BadField as error:
+            reader.reject(record, str(error))
+            continue
+        found.examples += 1
+        found.lengths["conversation", "messages"].append(len(messages))
+        found.lengths["conversation", "characters"].append(sum(len(message["content"]) for message in messages))
+        if shown is not None:
+            found.lengths["conversation", "tokens"].append(len(shown.ids))
+    if not found.examples:
+        raise InputError(
+            f"{reader.files[0]}: no conversations; {reader.bad_count:,} bad lines, the first: {reader.bad[0]}"
+        )
 
 
 def _columns(task: Task, record: Record | None) -> tuple[str, str, str]:
     """Source, target, and how they were told apart; nothing where they could not be."""
     if record is None:
         return "", "", ""
+    if is_chat(record.fields) and not task.source:
+        return "", "", "chat"
     try:
         columns = task.columns(record)
     except InputError:
@@ -344,8 +400,11 @@ def _problems(report: FileReport) -> Iterator[str]:
         yield report.error
     elif report.bad_lines:
         first = report.first_bad_lines[0].removeprefix(f"{report.file}:")
-        lines = "bad line" if report.bad_lines == 1 else "bad lines"
-        yield f"{report.file}: {report.bad_lines:,} {lines}, the first at line {first}"
+        yield f"{report.file}: {_counted(report.bad_lines, 'bad line')}, the first at line {first}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def _bad_lines(report: FileReport) -> Iterator[str]:

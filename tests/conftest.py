@@ -1,17 +1,23 @@
-"""What several test files share: no network, one thread, and a tiny config for every kind of T5."""
+"""What several test files share: no network, one thread, a tiny config for every kind of T5, and a tiny run."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which reads it once
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 import pytest
+import tiny as tiny_run
 import torch
 from torch import nn
+
+from t2t import config
+from t2t.config import Config
 
 torch.set_num_threads(1)
 
@@ -53,6 +59,18 @@ def raw(request: pytest.FixtureRequest) -> Raw:
 def tiny() -> Raw:
     """The smallest T5, for tests that do not turn on the variant."""
     return dict(TINY)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Config]:
+    """The config of a tiny run (see tiny.py) with some keys changed; its files are in ``tmp_path``."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_run.RAW))
+    tiny_run.write_pairs(tmp_path / "pairs.tsv", 20)
+
+    def make(folder: str = "run", /, **overrides: str | list[str]) -> Config:
+        return config.load(overrides=tiny_run.settings(tmp_path, folder, **overrides))
+
+    return make
 
 
 @pytest.fixture

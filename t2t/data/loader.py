@@ -10,13 +10,15 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
 import numpy as np
 
 from t2t.config import Data
-from t2t.data import order
+from t2t.data import chat, order
+from t2t.data.chat import Chat, Conversation, Template
 from t2t.data.objectives import CausalPairs, CharacterNoise, Objective, Seq2Seq
 from t2t.data.packing import (
     Batch,
@@ -32,7 +34,7 @@ from t2t.data.packing import (
     up,
 )
 from t2t.data.sources import Reader, format_of, resolve
-from t2t.data.tasks import Example, Task, join
+from t2t.data.tasks import Example, Task, is_chat, join
 from t2t.data.text import BlockLM, DocumentLM, Documents, PrefixLM, SpanCorruption
 from t2t.data.tokens import Pairs, Ragged, Tokenizer, tokenize
 from t2t.errors import InputError
@@ -42,11 +44,11 @@ SAMPLED_EXAMPLES = 2048  # how many examples the row lengths are picked from
 
 @dataclass(frozen=True)
 class Splits:
-    """What is learned from and what is held out, the latter's pairs as texts, and what was found on the way."""
+    """What is learned from and what is held out, the latter's texts too, and what was found on the way."""
 
     train: Objective
     validation: Objective | None
-    validation_examples: Sequence[Example]
+    validation_examples: Sequence[Example | Conversation]
     notes: tuple[str, ...]
 
 
@@ -54,8 +56,11 @@ def read_examples(patterns: Sequence[str], key: str, data: Data, limit: int) -> 
     """The examples of files, at most ``limit`` of them (0: all), and a line on bad ones."""
     reader = _open(patterns, key, data)
     examples = list(islice(Task.from_config(data).examples(reader), limit or None))
-    bad = [f"{key}: {reader.bad_count} bad lines skipped, the first: {reader.bad[0]}"] if reader.bad_count else []
-    return examples, bad
+    return examples, _bad(reader, key)
+
+
+def _bad(reader: Reader, key: str) -> list[str]:
+    return [f"{key}: {reader.bad_count} bad lines skipped, the first: {reader.bad[0]}"] if reader.bad_count else []
 
 
 def _open(patterns: Sequence[str], key: str, data: Data) -> Reader:
@@ -68,6 +73,7 @@ KINDS = {
     "character_noise": ("seq2seq",),
     "span_corruption": ("seq2seq",),
     "prefix_lm": ("seq2seq",),
+    "chat": ("causal",),
     "lm": ("causal",),
     "blocks": ("causal",),
 }  # which kinds of models can learn what
@@ -77,9 +83,13 @@ def chosen_objective(data: Data, kind: str) -> str:
     """What the data section says is learned by a model of this kind, or what its first record suggests."""
     name = data.objective
     if name == "auto":
-        record = next(iter(_open(data.train, "data.train", data)), None) if kind == "causal" else None
-        columns = None if record is None else Task.from_config(data).columns(record)
-        name = "lm" if columns is not None and columns.source == columns.target else "pairs"
+        name = "pairs"
+        record = next(iter(_open(data.train, "data.train", data)), None)
+        if record is not None and is_chat(record.fields) and not data.source:
+            name = "chat"
+        elif record is not None and kind == "causal":
+            columns = Task.from_config(data).columns(record)
+            name = "lm" if columns.source == columns.target else "pairs"
     if kind not in KINDS[name]:
         raise InputError(f"data.objective: {name} is for {' and '.join(KINDS[name])} models, this one is {kind}")
     return name
@@ -92,6 +102,8 @@ def read_splits(data: Data, tokenizer: Tokenizer, seed: int, kind: str = "seq2se
     if data.objective == "character_noise" and tokenizer.fingerprint != "bytes":
         raise InputError('data.objective: character_noise needs model.tokenizer = "bytes"')
     name = chosen_objective(data, kind)
+    if name == "chat":
+        return _chat_splits(data, Template(tokenizer), seed)
     if name in ("lm", "blocks", "span_corruption", "prefix_lm"):
         return _text_splits(data, tokenizer, seed, name, start_id)
     train, validation, notes = _split(read_examples, data, seed)
@@ -145,6 +157,29 @@ def objective(pairs: Pairs, data: Data, kind: str, start_id: int) -> Objective:
     return Seq2Seq(pairs, start_id) if kind == "seq2seq" else CausalPairs(pairs, data.loss_on == "both")
 
 
+def _chat_splits(data: Data, template: Template, seed: int) -> Splits:
+    for key in ("source", "target", "prefix", "source_transforms", "target_transforms", "piece", "template", "loss_on"):
+        if getattr(data, key) != getattr(Data, key):
+            raise InputError(f"data.{key}: is for pairs; the tokenizer's chat template shows chat records as they are")
+    train, validation, notes = _split(partial(read_conversations, template=template), data, seed)
+    learned, held = (chat_objective(conversations, template) for conversations in (train, validation))
+    return Splits(learned, held if validation else None, validation, tuple(notes))
+
+
+def read_conversations(
+    patterns: Sequence[str], key: str, data: Data, limit: int, template: Template
+) -> tuple[list[Conversation], list[str]]:
+    """The conversations of files, and a line on what was cut and on bad ones."""
+    reader = _open(patterns, key, data)
+    conversations, cut = chat.read(reader, template, chat.lengths(data)[0], limit)
+    return conversations, [*_bad(reader, key), *(f"{key}: {line}" for line in cut)]
+
+
+def chat_objective(conversations: Sequence[Conversation], template: Template) -> Chat:
+    """What is learned from conversations."""
+    return Chat(conversations, template.tokenizer.vocab_size, template.end_id)
+
+
 def _text_splits(data: Data, tokenizer: Tokenizer, seed: int, name: str, start_id: int) -> Splits:
     train, validation, notes = _split(read_documents, data, seed)
     learned, held = (text_objective(name, texts, tokenizer, data, start_id) for texts in (train, validation))
@@ -157,18 +192,26 @@ def read_documents(
     """The documents of files, each with where it begins: a record each, or in .txt files what blank lines part."""
     examples, notes = read_examples(patterns, key, data, limit=0)
     documents: list[tuple[str, list[str]]] = []
-    last = ("", 0)
+    before = ""
     for example in examples:
-        file, _, line = example.where.rpartition(":")
-        goes_on = format_of(file, data.format) == "txt" and (file, int(line) - 1) == last
-        if goes_on:
+        if not begins_document(example.where, before, data.format):
             documents[-1][1].append(example.target)
         elif limit and len(documents) == limit:
             break
         else:
             documents.append((example.where, [example.target]))
-        last = file, int(line)
+        before = example.where
     return [(where, "\n".join(lines)) for where, lines in documents], notes
+
+
+def begins_document(where: str, before: str, format: str) -> bool:
+    """Whether a document begins at a text, ``before`` being where the text before it stands.
+
+    >>> begins_document("a.txt:4", "a.txt:3", "auto"), begins_document("a.txt:5", "a.txt:3", "auto")
+    (False, True)
+    """
+    file, _, line = where.rpartition(":")
+    return format_of(file, format) != "txt" or before != f"{file}:{int(line) - 1}"
 
 
 def text_objective(

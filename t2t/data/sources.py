@@ -118,6 +118,16 @@ def resolve(patterns: Sequence[str], key: str = "data.train") -> list[Path]:
     return [file for pattern in patterns for file in _resolve(pattern, key)]
 
 
+def shown(file: str | Path) -> str:
+    """A file's name for a person to read: what `resolve` takes.
+
+    >>> shown(resolve(["asset:NOTICE.md"])[0]), shown("data/pairs.tsv")
+    ('asset:NOTICE.md', 'data/pairs.tsv')
+    """
+    path, assets = Path(file), _assets()
+    return f"asset:{path.relative_to(assets).as_posix()}" if path.is_relative_to(assets) else str(file)
+
+
 def type_name(value: Any) -> str:
     """What a value is, in JSON's words.
 
@@ -205,9 +215,13 @@ class _Item(NamedTuple, Generic[_T]):
     error: str = ""
 
 
+def _assets() -> Path:
+    return Path(str(resources.files("t2t") / "assets"))
+
+
 def _resolve(pattern: str, key: str) -> list[Path]:
     if pattern.startswith("asset:"):
-        path = Path(str(resources.files("t2t") / "assets" / pattern.removeprefix("asset:")))
+        path = _assets() / pattern.removeprefix("asset:")
     else:
         path = Path(pattern)
     if path.is_dir():
@@ -232,6 +246,15 @@ def format_of(file: str | Path, format: str = "auto") -> str | None:
     ('txt', 'tsv', None)
     """
     return _FORMATS.get(_suffixes(file)[0]) if format == "auto" else format
+
+
+def compression_of(file: str | Path) -> str:
+    """The suffix that says how a file is compressed, or nothing.
+
+    >>> compression_of("ro.txt.xz"), compression_of("pairs.tsv")
+    ('.xz', '')
+    """
+    return _suffixes(file)[1]
 
 
 def _suffixes(file: str | Path) -> tuple[str, str]:

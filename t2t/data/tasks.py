@@ -9,6 +9,8 @@ Columns that are not given are told by the first record of each file:
 | exactly two fields that are text, such as a .tsv file without header | the first, the second |
 | ``text`` alone: plain text | ``text``, ``text`` |
 
+Chat records, ``{"messages": [{"role": ..., "content": ...}, ...]}``, have no columns: see `t2t.data.chat`.
+
 A given name may reach inside with dots (``translation.en``), and is also looked for inside ``translation``.
 A list of strings is joined by spaces as a source; as a target its first string counts.
 
@@ -33,7 +35,7 @@ import importlib
 import itertools
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,6 +43,14 @@ from typing import Any, NamedTuple
 from t2t.config import Data
 from t2t.data.sources import PAIRS, Reader, Record, type_name
 from t2t.errors import InputError, did_you_mean
+
+ROLES = ("system", "user", "assistant")
+Messages = Sequence[Mapping[str, str]]
+"""A conversation: the role and the content of each message."""
+
+
+class BadField(ValueError):
+    """A record whose field gives no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +158,7 @@ class Task:
                     (_apply(to_source, source, record, "source"), _apply(to_target, target, record, "target"))
                     for source, target in self._texts(record, columns)
                 ]
-            except _BadField as error:
+            except BadField as error:
                 reader.reject(record, str(error))
                 continue
             for source, target in texts:
@@ -169,8 +179,8 @@ class Task:
             yield source, source if plain else _text(record, columns.target, joined=False)
 
 
-def source_texts(reader: Reader, column: str = "") -> Iterator[str]:
-    """The text of every record to generate from; a target beside it is not needed.
+def source_texts(reader: Reader, column: str = "") -> Iterator[str | Messages]:
+    """The text of every record to generate from, or its messages; a target beside it is not needed.
 
     It is in the given column, or else, by the first record of each file, in the source of a pair of ``PAIRS``, with its
     target or alone, in the first of exactly two fields that are text, or in the only one.
@@ -182,15 +192,17 @@ def source_texts(reader: Reader, column: str = "") -> Iterator[str]:
     ...     list(source_texts(Reader([file])))
     ['One. Two.']
     """
-    file = ""
+    file, chat = "", False
     path: tuple[str, ...] = ()
     for record in reader:
         if record.file != file:
             file = record.file
-            path = _find(record, column, "data.source") if column else _detect_source(record)
+            chat = not column and is_chat(record.fields)
+            if not chat:
+                path = _find(record, column, "data.source") if column else _detect_source(record)
         try:
-            text = _text(record, path, joined=True)
-        except _BadField as error:
+            text = checked_messages(record.fields.get("messages")) if chat else _text(record, path, joined=True)
+        except BadField as error:
             reader.reject(record, str(error))
             continue
         yield text
@@ -251,13 +263,60 @@ def pieces(text: str, limit: int) -> Iterator[str]:
         yield text[start:]
 
 
+def checked_text(value: Any, what: str) -> str:
+    """A value that is text to learn from; `BadField` says why one is not.
+
+    >>> checked_text(None, "field 'target'")
+    Traceback (most recent call last):
+    t2t.data.tasks.BadField: field 'target' is null, expected text
+    """
+    if not isinstance(value, str):
+        raise BadField(f"{what} is {type_name(value)}, expected text")
+    if not value.strip():
+        raise BadField(f"{what} is empty")
+    if "\0" in value:
+        raise BadField(f"{what} holds a NUL character")
+    if _SURROGATE.search(value):
+        raise BadField(f"{what} holds half of a surrogate pair")
+    return value
+
+
+def is_chat(fields: Mapping[str, Any]) -> bool:
+    """Whether a record is a conversation.
+
+    >>> is_chat({"messages": [{"role": "user", "content": "Hi"}]}), is_chat({"messages": "none"})
+    (True, False)
+    """
+    return isinstance(fields.get("messages"), list)
+
+
+def checked_messages(found: Any) -> Messages:
+    """The role and the content of each message; `BadField` says what is wrong with one.
+
+    >>> checked_messages([{"role": "user", "content": "Hi", "id": 7}])
+    ({'role': 'user', 'content': 'Hi'},)
+    >>> checked_messages([{"role": "usr", "content": "Hi"}])
+    Traceback (most recent call last):
+    t2t.data.tasks.BadField: message 1 has the role 'usr', expected system, user, assistant (did you mean user?)
+    """
+    if not isinstance(found, Sequence) or isinstance(found, str) or not found:
+        raise BadField("no messages, where a list of them is expected")
+    messages = []
+    for number, message in enumerate(found, 1):
+        if not isinstance(message, Mapping):
+            raise BadField(f"message {number} is {type_name(message)}, expected an object with role and content")
+        role = message.get("role")
+        if role not in ROLES:
+            near = did_you_mean(role, ROLES) if isinstance(role, str) else ""
+            raise BadField(f"message {number} has the role {role!r}, expected {', '.join(ROLES)}{near}")
+        content = checked_text(message.get("content"), f"the content of message {number}")
+        messages.append({"role": role, "content": content})
+    return tuple(messages)
+
+
 _MISSING = object()
 # JSON can escape half of a surrogate pair, which no encoding can write.
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-class _BadField(ValueError):
-    """A record whose field gives no text."""
 
 
 def _inner(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -276,6 +335,8 @@ def _text_names(fields: dict[str, Any]) -> list[str]:
 
 
 def _detect(record: Record) -> Columns:
+    if is_chat(record.fields):
+        raise InputError(f'{record.where}: holds chat messages: data.objective = "chat" is for them')
     fields, inside = _inner(record)
     pair, texts = _known_pair(fields), _text_names(fields)
     if pair:
@@ -333,21 +394,13 @@ def _name(path: tuple[str, ...]) -> str:
 def _text(record: Record, path: tuple[str, ...], joined: bool) -> str:
     value = _get(record.fields, path)
     if value is _MISSING:
-        raise _BadField(f"no field {_name(path)!r}")
+        raise BadField(f"no field {_name(path)!r}")
     if isinstance(value, list):
         strange = [item for item in value if not isinstance(item, str)]
         if strange:
-            raise _BadField(f"field {_name(path)!r} is an array that holds {type_name(strange[0])}, expected strings")
+            raise BadField(f"field {_name(path)!r} is an array that holds {type_name(strange[0])}, expected strings")
         value = " ".join(value if joined else value[:1])
-    if not isinstance(value, str):
-        raise _BadField(f"field {_name(path)!r} is {type_name(value)}, expected text")
-    if not value.strip():
-        raise _BadField(f"field {_name(path)!r} is empty")
-    if "\0" in value:
-        raise _BadField(f"field {_name(path)!r} holds a NUL character")
-    if _SURROGATE.search(value):
-        raise _BadField(f"field {_name(path)!r} holds half of a surrogate pair")
-    return value
+    return checked_text(value, f"field {_name(path)!r}")
 
 
 def _transforms(specs: Sequence[str], key: str) -> list[tuple[str, Callable[[str], str]]]:
@@ -364,7 +417,7 @@ def _apply(transforms: list[tuple[str, Callable[[str], str]]], text: str, record
         if not isinstance(text, str):
             raise InputError(f"{record.where}: {spec} returned {type(text).__name__}, expected str")
     if not text.strip():
-        raise _BadField(f"the {side} is empty after its transforms")
+        raise BadField(f"the {side} is empty after its transforms")
     return text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t2t.data.tasks import Example
+from t2t.data.tasks import Example, Messages
 from t2t.errors import InputError
+
+NO_TEMPLATE = "has no chat template, by which to show conversations"
 
 
 class Tokenizer(Protocol):
@@ -28,6 +30,13 @@ class Tokenizer(Protocol):
     @property
     def sentinels(self) -> Sequence[int]:
         """Ids of <extra_id_0>, <extra_id_1> and so on; empty where there are none."""
+
+    @property
+    def specials(self) -> Mapping[str, int]:
+        """The special tokens that `encode` finds in a text."""
+
+    def render(self, messages: Messages, prompt: bool) -> str:
+        """A conversation by the tokenizer's chat template, with or without the beginning of an answer."""
 
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
@@ -47,6 +56,10 @@ class Bytes:
     eos_id, pad_id, vocab_size, fingerprint = 1, 0, 384, "bytes"
 
     sentinels = range(259, 384)
+    specials: Mapping[str, int] = {}
+
+    def render(self, messages: Messages, prompt: bool) -> str:
+        raise InputError(f"model.tokenizer: {NO_TEMPLATE}")
 
     def encode(self, text: str) -> list[int]:
         return [b + 3 for b in text.encode()]
@@ -85,6 +98,12 @@ class HuggingFace:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+        self.specials = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    def render(self, messages: Messages, prompt: bool) -> str:
+        if not self.inner.chat_template:
+            raise InputError(f"model.tokenizer: {NO_TEMPLATE}")
+        return self.inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]

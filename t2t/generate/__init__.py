@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 from t2t import config
 from t2t.config import Config, Data, Generate
 from t2t.data import tasks, tokens
+from t2t.data.chat import Prompt, Template, checked_question
+from t2t.data.tasks import Messages
 from t2t.device import resolve
 from t2t.errors import InputError, did_you_mean
 from t2t.generate import batching
@@ -48,6 +50,7 @@ class Settings:
     source_transforms: tuple[str, ...] = ()
     generate: Generate = field(default_factory=Generate)
     template: str = ""  # how a causal model was shown pairs; empty: it goes on from the source
+    chat: bool = False  # it was shown conversations, by the tokenizer's chat template
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,20 @@ class Loaded:
     config: dict[str, Any]
     settings: Settings
 
-    def generate(self, texts: Iterable[str], seed: int = 0, **overrides: Any) -> list[str]:
-        """A text for each text; ``overrides`` are fields of the config's generate section: ``beams=4``."""
+    def generate(self, texts: Iterable[str | Messages], seed: int = 0, **overrides: Any) -> list[str]:
+        """A text for each text; ``overrides`` are fields of the config's generate section: ``beams=4``.
+
+        A model that was trained on chat answers: a text is what the user says, or there are messages, each with its
+        ``role`` and ``content``.
+        """
         return list(self.stream(texts, seed, None, **overrides))
 
     def stream(
-        self, texts: Iterable[str], seed: int = 0, on_cut: Callable[[int], None] | None = None, **overrides: Any
+        self,
+        texts: Iterable[str | Messages],
+        seed: int = 0,
+        on_cut: Callable[[int], None] | None = None,
+        **overrides: Any,
     ) -> Iterator[str]:
         """The same while the texts come in; ``on_cut`` is told the number of each source too long for the model."""
         if isinstance(texts, str):
@@ -80,12 +91,12 @@ class Loaded:
         settings = dataclasses.replace(known, generate=_replaced(known.generate, overrides, "generate."))
         _check_ranges(settings)
         functions = [tasks.transform(spec, "source_transforms") for spec in known.source_transforms]
-        sources = (reduce(lambda t, function: function(t), functions, text) for text in texts)
         lengths = known.max_source_length, known.max_target_length
-        return batching.texts(
+        sources = (reduce(lambda t, function: function(t), functions, x) if isinstance(x, str) else x for x in texts)
+        outputs = batching.texts(
             self.model,
             self.tokenizer,
-            sources,
+            self._prompts(sources) if known.chat else map(_only_text, sources),
             settings.generate,
             *lengths,
             known.prefix,
@@ -93,6 +104,23 @@ class Loaded:
             on_cut=on_cut,
             template=known.template,
         )
+        return map(str.strip, outputs) if known.chat else outputs
+
+    def _prompts(self, inputs: Iterable[str | Messages]) -> Iterator[Prompt]:
+        """What to answer: a text is one message of the user."""
+        template, longest = Template(self.tokenizer), self.settings.max_source_length
+        for number, given in enumerate(inputs, 1):
+            try:
+                found = [{"role": "user", "content": self.settings.prefix + given}] if isinstance(given, str) else given
+                yield template.prompt(checked_question(found), longest)
+            except tasks.BadField as error:
+                raise InputError(f"input {number}: {error}") from None
+
+
+def _only_text(given: str | Messages) -> str:
+    if not isinstance(given, str):
+        raise InputError("generate: got messages, but the model was not trained on chat: give texts")
+    return given
 
 
 def load(folder: str | Path, device: str = "auto") -> Loaded:
@@ -105,7 +133,10 @@ def load(folder: str | Path, device: str = "auto") -> Loaded:
     found = models.find(str(folder))
     settings = read_settings(found)
     model, raw = models.load(found, resolve(device))
-    return Loaded(model.eval(), tokens.load(str(found)), raw, settings)
+    tokenizer = tokens.load(str(found))
+    if settings.chat:
+        model.stops = (Template(tokenizer).end_id,)
+    return Loaded(model.eval(), tokenizer, raw, settings)
 
 
 def save_settings(folder: Path, settings: Settings) -> None:
@@ -175,12 +206,16 @@ def _typed(value: Any, kind: Any, base: Any, where: str) -> Any:
             raise InputError(f"{where}: expected a list of strings, got {value!r}")
         return tuple(value)
     wanted = (int, float) if kind is float else kind
-    if not isinstance(value, wanted) or isinstance(value, bool) or (kind is float and not math.isfinite(value)):
+    if (
+        not isinstance(value, wanted)
+        or isinstance(value, bool) != (kind is bool)
+        or (kind is float and not math.isfinite(value))
+    ):
         raise InputError(f"{where}: expected {_WORDS[kind]}, got {value!r}")
     return kind(value)
 
 
-_WORDS = {str: "text", int: "a whole number", float: "a finite number"}
+_WORDS = {str: "text", int: "a whole number", float: "a finite number", bool: "true or false"}
 
 
 def _check_ranges(settings: Settings, where: str = "") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from t2t.config import Generate
+from t2t.data.chat import Prompt
 from t2t.data.tasks import join
 from t2t.data.tokens import Tokenizer
 from t2t.generate.decode import decode
@@ -22,7 +23,7 @@ MULTIPLE = 8  # source slots come in so many: few shapes
 def texts(
     model: Model,
     tokenizer: Tokenizer,
-    inputs: Iterable[str],
+    inputs: Iterable[str | Prompt],
     settings: Generate,
     max_source_length: int,
     max_length: int,
@@ -36,7 +37,7 @@ def texts(
 
     ``max_length`` counts where the settings leave it open; ``device`` is the model's own unless given. A source longer
     than ``max_source_length`` tokens is cut, and ``on_cut`` told its number, from 0. A causal model goes on from what
-    ``template`` has before {target}, or from the source alone where that is empty.
+    ``template`` has before {target}, or from the source alone where that is empty. An input may also be tokens already.
 
     >>> from t2t.data.tokens import Bytes
     >>> from t2t.models.t5 import T5, T5Config
@@ -49,26 +50,38 @@ def texts(
     read = batches = 0
     while window := list(islice(stream, BATCHES * settings.batch)):
         sources = []
-        prompts = [prefix + text for text in window]
-        end = [tokenizer.eos_id]
-        if model.kind == "causal":
-            prompts, end = [_prompt(template, text) for text in prompts], []
-        for number, found in enumerate(tokenizer.encode_batch(prompts), read):
-            if len(found) + len(end) > max_source_length and on_cut is not None:
+        for number, prompt in enumerate(_encoded(model, tokenizer, window, max_source_length, prefix, template), read):
+            if prompt.cut and on_cut is not None:
                 on_cut(number)
-            sources.append([*found[: max_source_length - len(end)], *end] or [model.config.start_id])
+            sources.append(prompt.ids or [model.config.start_id])
         read += len(window)
         results = [""] * len(window)
         # The longest first: what does not fit into memory fails at once.
         order = sorted(range(len(window)), key=lambda i: -len(sources[i]))
         for start in range(0, len(order), settings.batch):
             rows = order[start : start + settings.batch]
-            ids, segments = _padded([sources[i] for i in rows], tokenizer.pad_id)
+            ids, segments = _padded([sources[i] for i in rows], tokenizer.pad_id, max_source_length)
             output = decode(model, ids.to(place), segments.to(place), settings, max_length, _batch_seed(seed, batches))
             for i, tokens in zip(rows, output.tokens.tolist(), strict=True):
                 results[i] = tokenizer.decode(tokens)
             batches += 1
         yield from results
+
+
+def _encoded(
+    model: Model, tokenizer: Tokenizer, window: Sequence[str | Prompt], longest: int, prefix: str, template: str
+) -> Iterator[Prompt]:
+    end = [] if model.kind == "causal" else [tokenizer.eos_id]
+    texts = [prefix + text for text in window if isinstance(text, str)]
+    if model.kind == "causal":
+        texts = [_prompt(template, text) for text in texts]
+    encoded = iter(tokenizer.encode_batch(texts) if texts else ())
+    for item in window:
+        if isinstance(item, str):
+            ids = next(encoded)
+            yield Prompt([*ids[: longest - len(end)], *end], cut=len(ids) + len(end) > longest)
+        else:
+            yield item
 
 
 def _prompt(template: str, source: str) -> str:
@@ -83,9 +96,9 @@ def _prompt(template: str, source: str) -> str:
     return before + source + between
 
 
-def _padded(sources: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+def _padded(sources: list[list[int]], pad_id: int, longest: int) -> tuple[Tensor, Tensor]:
     """Source ids and segments [R, S] of one example a row."""
-    width = -(-max(map(len, sources)) // MULTIPLE) * MULTIPLE
+    width = min(-(-max(map(len, sources)) // MULTIPLE) * MULTIPLE, longest)
     ids = torch.tensor([source + [pad_id] * (width - len(source)) for source in sources])
     lengths = torch.tensor([[len(source)] for source in sources])
     return ids, (torch.arange(width) < lengths).long()

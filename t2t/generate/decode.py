@@ -151,7 +151,7 @@ def beam(
             # One end token a beam at most: among twice as many candidates there are enough to run on.
             proposed, index = (scores[:, :, None] + log_probs).flatten(1).topk(2 * beams)
             parents, tokens = index // log_probs.shape[-1], index % log_probs.shape[-1]
-            ends = (tokens == config.eos_id) | (length == max_length)
+            ends = model.ends(tokens) | (length == max_length)
 
             now_ended = torch.where(ends & among_best & ~done, proposed / penalty, NEVER)
             value, which = now_ended.max(1, keepdim=True)
@@ -180,7 +180,7 @@ def _one_by_one(
         for _ in _steps(cache, max_length, ended):
             token = choose(model.decode(token, cache)).masked_fill(ended, config.pad_id)
             tokens.index_copy_(1, cache.position, token[:, None])
-            ended |= token == config.eos_id
+            ended |= model.ends(token)
     return tokens[:, 1:]
 
 

@@ -67,6 +67,7 @@ class Model(nn.Module):
     packs: ClassVar[bool] = True  # whether several examples may share a row
     config: Any
     fresh: tuple[str, ...] = ()  # parameters that the checkpoint lacked and that started afresh
+    stops: tuple[int, ...] = ()  # tokens that end a text besides the end token, as a chat's answers do
 
     @classmethod
     @abstractmethod
@@ -102,6 +103,13 @@ class Model(nn.Module):
     def decode(self, token_ids: Tensor, cache: Any) -> Tensor:
         """Logits [R * K, V] after one more token a sequence [R * K]; the cache moves on by one position."""
         raise NotImplementedError(f"{self.family} models do not generate")
+
+    def ends(self, tokens: Tensor) -> Tensor:
+        """Which of these tokens end a text."""
+        found = tokens == self.config.eos_id
+        for stop in self.stops:
+            found = found | (tokens == stop)
+        return found
 
     @classmethod
     def adopt(cls, stored: str) -> str | None:

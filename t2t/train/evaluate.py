@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -16,7 +16,17 @@ from t2t import device as devices
 from t2t import generate, metrics
 from t2t.checkpoint.store import atomic_write
 from t2t.config import Config, Data, Generate, load
-from t2t.data.loader import Loader, objective, pick_shape, read_examples, tokenized
+from t2t.data.chat import Conversation, Prompt, Template
+from t2t.data.loader import (
+    Loader,
+    chat_objective,
+    objective,
+    pick_shape,
+    read_conversations,
+    read_examples,
+    tokenized,
+)
+from t2t.data.objectives import Objective
 from t2t.data.tasks import Example
 from t2t.data.tokens import Tokenizer
 from t2t.generate import batching
@@ -65,7 +75,7 @@ def score(
     names: Sequence[str],
     model: Model,
     tokenizer: Tokenizer,
-    examples: Sequence[Example],
+    examples: Sequence[Example | Conversation],
     settings: Generate,
     max_source_length: int,
     max_length: int,
@@ -73,15 +83,20 @@ def score(
     stopped: Callable[[], bool] = _never,
     template: str = "",
 ) -> dict[str, float]:
-    """Text metrics of generated output against the targets; predictions go to ``file`` beside their references."""
+    """Text metrics of generated output against the targets; predictions go to ``file`` beside their references.
+
+    Of a conversation the last answer is the target.
+    """
     measures = metrics.build(names)
     rows = []
-    sources = (example.source for example in examples)
+    sources = _sources(examples, tokenizer, max_source_length)
     lengths = max_source_length, settings.max_length or max_length
     outputs = batching.texts(model, tokenizer, sources, settings, *lengths, template=template)
     for example, prediction in zip(examples, outputs, strict=True):
         if stopped():
             raise Stopped
+        if isinstance(example, Conversation):
+            prediction = prediction.strip()
         for measure in measures:
             measure.add(prediction, example.target)
         row = {"where": example.where, "source": example.source, "prediction": prediction, "reference": example.target}
@@ -89,6 +104,16 @@ def score(
     if file is not None:
         atomic_write(file, "".join(rows))
     return {name: figure for measure in measures for name, figure in measure.result().items()}
+
+
+def _sources(examples: Sequence[Example | Conversation], tokenizer: Tokenizer, longest: int) -> Iterator[str | Prompt]:
+    template: Template | None = None
+    for example in examples:
+        if isinstance(example, Conversation):
+            template = template or Template(tokenizer)
+            yield template.prompt(example.source, longest)
+        else:
+            yield example.source
 
 
 def evaluate(
@@ -118,11 +143,10 @@ def evaluate(
     data = config.data
     devices.use_threads(config.run.threads)
     metrics.build(names)
-    examples, notes = read_examples(files, "data", data, data.max_validation_samples)
+    own_config, batch = loaded.model.config, config.generate.batch
+    examples, learned, notes = _read(loaded, files, data)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    own_config, batch, kind = loaded.model.config, config.generate.batch, loaded.model.kind
-    learned = objective(tokenized(examples, loaded.tokenizer, data, kind)[0], data, kind, own_config.start_id)
     static = devices.static_shapes(loaded.model.head.device)
     packed = loaded.model.packs
     shape = pick_shape(learned, data, batch, own_config.row_cost, config.run.seed, static, packed)
@@ -133,3 +157,17 @@ def evaluate(
     return figures | score(
         names, loaded.model, loaded.tokenizer, examples, config.generate, *lengths, output, template=data.template
     )
+
+
+def _read(
+    loaded: generate.Loaded, files: Sequence[str], data: Data
+) -> tuple[Sequence[Example | Conversation], Objective, list[str]]:
+    """What the model is to say of files, as texts and as its objective, and what was found on the way."""
+    most, kind = data.max_validation_samples, loaded.model.kind
+    if loaded.settings.chat:
+        template = Template(loaded.tokenizer)
+        conversations, notes = read_conversations(files, "data", data, most, template)
+        return conversations, chat_objective(conversations, template), notes
+    examples, notes = read_examples(files, "data", data, most)
+    pairs, _ = tokenized(examples, loaded.tokenizer, data, kind)
+    return examples, objective(pairs, data, kind, loaded.model.config.start_id), notes

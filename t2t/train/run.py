@@ -26,7 +26,8 @@ from t2t import device as devices
 from t2t import metrics
 from t2t.checkpoint import store
 from t2t.config import Config, flat, load, to_toml
-from t2t.data import tokens
+from t2t.data import chat, tokens
+from t2t.data.chat import Chat
 from t2t.data.loader import Loader, Splits, pick_shape, read_splits
 from t2t.data.objectives import CausalPairs, Objective
 from t2t.data.packing import Batch, RowShape
@@ -167,6 +168,8 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     model, raw = load_model(config, device, dtype)
     if model.fresh:
         report(f"note: the weights lack {', '.join(model.fresh[:3])} ({len(model.fresh)} in all): these start afresh")
+    if isinstance(splits.train, Chat):
+        model.stops = (splits.train.end_id,)
     if tokenizer.vocab_size > model.config.vocab_size:
         sizes = f"{tokenizer.vocab_size:,} tokens, the model {model.config.vocab_size:,}"
         raise InputError(f"model.tokenizer: does not fit the model: it has {sizes}")
@@ -392,7 +395,7 @@ def _evaluate(run: Run, stopped: Callable[[], bool]) -> dict[str, float]:
         file.parent.mkdir(exist_ok=True)
         figures |= evaluate.score(
             config.train.metrics, run.model, run.tokenizer, run.splits.validation_examples, config.generate,
-            config.data.max_source_length, config.data.max_target_length, file, stopped, config.data.template,
+            _max_source_length(run), config.data.max_target_length, file, stopped, config.data.template,
         )  # fmt: skip
     if config.train.best not in figures:
         raise InputError(f"train.best: no figure {config.train.best!r}{did_you_mean(config.train.best, figures)}")
@@ -402,6 +405,12 @@ def _evaluate(run: Run, stopped: Callable[[], bool]) -> dict[str, float]:
     else:
         run.stale += 1
     return figures
+
+
+def _max_source_length(run: Run) -> int:
+    """The most tokens that are generated from."""
+    data = run.config.data
+    return chat.lengths(data)[1] if isinstance(run.splits.train, Chat) else data.max_source_length
 
 
 def _save(run: Run) -> None:
@@ -511,13 +520,16 @@ def export(run: Run) -> Path:
     models.save({**run.model.state_dict(), **weights}, {**run.raw, **ids}, fresh)  # a model may have buffers to keep
     run.tokenizer.save(fresh)
     generation = {**ids, **_generation(run.config)}
+    if run.model.stops:
+        generation["eos_token_id"] = [ids["eos_token_id"], *run.model.stops]
     store.atomic_write(fresh / "generation_config.json", json.dumps(generation, indent=2) + "\n")
     settings = Settings(
         prefix=data.prefix,
-        max_source_length=data.max_source_length,
+        max_source_length=_max_source_length(run),
         max_target_length=data.max_target_length,
         source_transforms=data.source_transforms,
         template=data.template if isinstance(run.loader.examples, CausalPairs) else "",
+        chat=isinstance(run.loader.examples, Chat),
         generate=run.config.generate,
     )
     save_settings(fresh, settings)
@@ -537,10 +549,10 @@ def _special_ids(run: Run) -> dict[str, int]:
     return ids | {"decoder_start_token_id": c.start_id} if run.model.kind == "seq2seq" else ids
 
 
-def _generation(config: Config) -> dict[str, float]:
+def _generation(config: Config) -> dict[str, Any]:
     """Our way of generating in the words of transformers, which would stop at 20 tokens."""
     own = config.generate
-    settings: dict[str, float] = {"max_new_tokens": own.max_length or config.data.max_target_length}
+    settings: dict[str, Any] = {"max_new_tokens": own.max_length or config.data.max_target_length}
     if own.beams > 1:
         settings |= {"num_beams": own.beams, "length_penalty": own.length_penalty}
     if own.temperature > 0:

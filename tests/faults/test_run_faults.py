@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -12,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 
 from t2t.checkpoint import store
+from t2t.config import Config
 from t2t.models import load as models
-
-RAW = {
-    "model_type": "t5", "vocab_size": 384, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2,
-    "num_decoder_layers": 1, "num_heads": 3, "relative_attention_num_buckets": 8,
-}  # fmt: skip
 
 # One process has torch loaded and forks for every run that is asked for: a run costs its steps, not an import.
 # A run's output is read to its end, which comes when the last process that it started is gone.
@@ -123,30 +119,12 @@ def server() -> Iterator[Ask]:
 
 
 @pytest.fixture
-def train(server: Ask, tmp_path: Path) -> Ask:
-    """Runs ``t2t train`` in a process of its own, which may do something to itself at a step."""
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdeăș", k=rng.randint(2, 10))) for _ in range(20)]
-    (tmp_path / "pairs.tsv").write_text("".join(f"{w}\t{w[::-1]}\n" for w in words), encoding="utf-8")
-    (tmp_path / "config.json").write_text(json.dumps(RAW))
-    base = {
-        "run.threads": "1",
-        "model.config": str(tmp_path / "config.json"),
-        "model.tokenizer": "bytes",
-        "model.dropout": "0.1",
-        "data.train": str(tmp_path / "pairs.tsv"),
-        "data.max_source_length": "24",
-        "data.max_target_length": "24",
-        "train.batch": "8",
-        "train.steps": "8",
-        "train.micro_rows": "1",
-        "train.log_every": "2",
-        "checkpoint.every": "2",
-        "optim.lr": "0.01",
-    }
+def train(server: Ask, make: Callable[..., Config], tmp_path: Path) -> Ask:
+    """Runs ``t2t train`` on the files of ``make`` in its own process, which may do something to itself at a step."""
 
     def run(folder: str, /, settings: dict[str, str] | None = None, **asked: Any) -> dict[str, Any]:
-        flags = {"run.dir": str(tmp_path / folder), **base, **(settings or {})}
+        flags = tiny.settings(tmp_path, folder, train__steps="8", train__micro_rows="1", train__log_every="2")
+        flags |= settings or {}
         return server(arguments=["train", *(word for k, v in flags.items() for word in (f"--{k}", v))], **asked)
 
     return run

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import quiet
 
 import t2t
-from t2t import config
 from t2t.config import Config
 from t2t.errors import InputError
 from t2t.train import evaluate
@@ -33,38 +33,26 @@ TINY = {
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
+def make(make: Make, tmp_path: Path) -> Make:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     verse = ["one two three four", "two three four five", "three four five six"]
     (tmp_path / "text.txt").write_text("\n\n".join("\n".join(verse) for _ in range(12)) + "\n")
     (tmp_path / "pairs.tsv").write_text("".join(f"{a}{b}\t{b}{a}\n" for a in "abcdef" for b in "uvwxyz"))
 
-    def make(name: str = "run", data: str = "text.txt", **overrides: str) -> Config:
-        base = {
-            "run.dir": str(tmp_path / name),
-            "run.device": "cpu",
-            "run.threads": "1",
-            "model.config": str(tmp_path / "config.json"),
-            "model.tokenizer": "bytes",
-            "model.dropout": "0.1",
-            "data.train": str(tmp_path / data),
-            "data.validation_split": "0.1",
-            "data.block": "48",
-            "data.max_source_length": "24",
-            "data.max_target_length": "16",
-            "train.batch": "6",
-            "train.steps": "8",
-            "train.log_every": "1",
-            "checkpoint.every": "4",
-            "optim.lr": "0.01",
-        }
-        return config.load(overrides=base | {key.replace("__", "."): value for key, value in overrides.items()})
+    defaults = {
+        "data__validation_split": "0.1",
+        "data__block": "48",
+        "data__max_target_length": "16",
+        "train__batch": "6",
+        "train__steps": "8",
+        "train__micro_rows": "auto",
+        "checkpoint__every": "4",
+    }
 
-    return make
+    def causal(name: str = "run", data: str = "text.txt", **overrides: str) -> Config:
+        return make(name, **{**defaults, "data__train": str(tmp_path / data), **overrides})
 
-
-def quiet(line: str) -> None:
-    pass
+    return causal
 
 
 @pytest.mark.parametrize("objective", ["auto", "blocks"])

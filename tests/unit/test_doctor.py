@@ -112,6 +112,72 @@ def test_columns_and_why(tmp_path, name, line, given, columns, taken):
     assert (found.source, found.target, found.why) == taken
 
 
+def test_chat_is_told_and_measured(tmp_path, capsys):
+    talk = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}]
+    rows = [{"messages": talk}, {"messages": talk * 2, "id": 1}, {"messages": talk[:1]}, {"messages": [{"role": "x"}]}]
+    file = write(tmp_path / "chats.jsonl", *map(json.dumps, rows))
+    report = doctor.check([file], Config())
+    (found,) = report.files
+    assert (found.records, found.examples, found.bad_lines, found.columns) == (4, 2, 2, ("messages",))
+    assert (found.source, found.target, found.why) == ("", "", "chat")
+    assert found.first_bad_lines[0] == f"{file}:3: no message of the assistant, of which to learn"
+    assert [(row.side, row.unit, row.p50, row.max, row.cut) for row in found.lengths] == [
+        ("conversation", "messages", 2, 4, None),
+        ("conversation", "characters", 5, 10, None),
+    ]
+    assert report.exit_code == 1
+    bytes_ = check_one(file, model__tokenizer="bytes")
+    assert bytes_.error == "model.tokenizer: has no chat template, by which to show conversations"
+    only_bad = check_one(write(tmp_path / "bad.jsonl", json.dumps(rows[2])))
+    assert "bad.jsonl: no conversations; 1 bad lines, the first: " in only_bad.error
+
+
+def test_chat_has_the_tokens_of_its_template(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "</s>": 1, "?": 2, "abc": 3}
+    inner = Tokenizer(models.WordLevel(words, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }} </s>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    fast.save_pretrained(tmp_path / "tokenizer")
+    talk = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "abc abc"}]
+    rows = [json.dumps({"messages": talk * n}) for n in (1, 2, 3, 4)]
+    file = write(tmp_path / "chats.jsonl", *rows)
+    found = check_one(file, model__tokenizer=str(tmp_path / "tokenizer"), data__block="14", data__max_target_length="4")
+    assert figures(found, "conversation", "tokens") == (14, 28, 28, 28, 0.5)
+    assert found.error == ""
+
+
+def test_documents_of_plain_text_are_counted(tmp_path):
+    text = write(tmp_path / "a.txt", "one", "two", "", "three", "", "", "four", "five")
+    lines = write(tmp_path / "a.jsonl", *(json.dumps({"text": "x"}) for _ in range(5)))
+    pairs = write(tmp_path / "b.jsonl", pair("a", "b"))
+    report = doctor.check([text, lines, pairs], Config())
+    assert [(f.examples, f.documents) for f in report.files] == [(5, 3), (5, 5), (1, 0)]
+    shown = doctor.render(report)
+    assert "plain text, 3 documents" in shown
+    assert "plain text, 1 document\n" in doctor.render(doctor.check([write(tmp_path / "c.txt", "x")], Config()))
+
+
+def test_assets_are_shown_by_their_name(tmp_path):
+    from importlib import resources
+
+    report = doctor.check(["asset:ro-held-out.txt", write(tmp_path / "a.txt", "x")], Config())
+    assert [f.file for f in report.files] == ["asset:ro-held-out.txt", str(tmp_path / "a.txt")]
+    assert report.files[0].examples > 100
+    # Whatever is wrong with one is told under the same name.
+    found = check_one("asset:ro-held-out.txt", data__format="jsonl")
+    assert found.file == "asset:ro-held-out.txt"
+    assert found.first_bad_lines[0].startswith("asset:ro-held-out.txt:1: ")
+    told = doctor.render(doctor.Report((found,), ""))
+    assert str(resources.files("t2t")) not in told
+
+
 def test_columns_that_cannot_be_told_are_an_error(tmp_path):
     report = doctor.check([write(tmp_path / "a.jsonl", json.dumps({"a": "1", "b": "2", "c": "3"}))], Config())
     found = report.files[0]

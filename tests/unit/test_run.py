@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import RAW, quiet, write_pairs
 
 import t2t
 from t2t import config, metrics
@@ -28,51 +28,8 @@ from t2t.train import evaluate, run, trackers
 from t2t.train.run import Interrupted, train
 from t2t.train.step import Diverged
 
-RAW = {
-    "model_type": "t5", "vocab_size": 384, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2,
-    "num_decoder_layers": 1, "num_heads": 3, "relative_attention_num_buckets": 8,
-}  # fmt: skip
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 Make = Callable[..., Config]
-
-
-def write_pairs(file: Path, count: int, seed: int = 0) -> None:
-    """Words and the same words backwards."""
-    rng = random.Random(seed)
-    words = ["".join(rng.choices("abcdeăș", k=rng.randint(2, 10))) for _ in range(count)]
-    file.write_text("".join(f"{word}\t{word[::-1]}\n" for word in words), encoding="utf-8")
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Make:
-    """A config of 7 steps, 3 an epoch, the last of which is short; every step is logged, every second one saved."""
-    (tmp_path / "config.json").write_text(json.dumps(RAW))
-    write_pairs(tmp_path / "pairs.tsv", 20)
-
-    def make(folder: str = "run", /, **overrides: str | list[str]) -> Config:
-        base = {
-            "run.dir": str(tmp_path / folder),
-            "run.threads": "1",
-            "model.config": str(tmp_path / "config.json"),
-            "model.tokenizer": "bytes",
-            "model.dropout": "0.1",
-            "data.train": str(tmp_path / "pairs.tsv"),
-            "data.max_source_length": "24",
-            "data.max_target_length": "24",
-            "train.batch": "8",
-            "train.steps": "7",
-            "train.micro_rows": "4",
-            "train.log_every": "1",
-            "checkpoint.every": "2",
-            "optim.lr": "0.01",
-        }
-        return config.load(overrides=base | {key.replace("__", "."): value for key, value in overrides.items()})
-
-    return make
-
-
-def quiet(line: str) -> None:
-    pass
 
 
 def checkpoint(chosen: Config, step: int) -> store.Checkpoint:
