@@ -41,7 +41,11 @@ OF_INPUTS = (
     "generate",
 )
 OF_TARGETS = tuple(
-    f"data.{name}" for name in ("target", "target_transforms", "piece", "max_target_length", "max_validation_samples")
+    f"data.{name}"
+    for name in (
+        *("target", "target_transforms", "piece", "max_target_length", "max_validation_samples"),
+        *("objective", "block", "whole_words", "max_predictions"),
+    )
 )
 
 
@@ -100,11 +104,10 @@ def _trained(work: typing.Callable[[], object]) -> int:
 def _evaluate(parsed: argparse.Namespace) -> int:
     from t2t.train import evaluate
 
-    names = parsed.metrics or evaluate.METRICS
     output = Path(parsed.output) if parsed.output else None
     if output and not output.parent.is_dir():  # before the work, not after it
         raise InputError(f"--output: no such folder: {output.parent}")
-    figures = evaluate.evaluate(parsed.model, parsed.data, names, _overrides(parsed), output)
+    figures = evaluate.evaluate(parsed.model, parsed.data, parsed.metrics, _overrides(parsed), output)
     if parsed.json:
         print(json.dumps(figures))
     else:

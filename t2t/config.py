@@ -56,10 +56,14 @@ class Model:
 class Data:
     """The text, and how it becomes rows."""
 
-    train: tuple[str, ...] = opt((), "training files or globs: jsonl, csv, tsv, txt, parquet; also .gz .xz .zst")
+    train: tuple[str, ...] = opt(
+        (), "training files or globs: jsonl, csv, tsv, txt, parquet; also .gz .xz .zst; for BERT .hdf5 shards"
+    )
     validation: tuple[str, ...] = opt((), "validation files or globs")
     validation_split: float = opt(0.0, "share of the training examples held out when no validation file is given")
-    format: Literal["auto", "jsonl", "csv", "tsv", "txt", "parquet"] = opt("auto", "file format; auto: by file name")
+    format: Literal["auto", "jsonl", "csv", "tsv", "txt", "parquet", "hdf5"] = opt(
+        "auto", "file format; auto: by file name"
+    )
     source: str = opt("", "source column; empty: detected; dots reach inside: translation.en")
     target: str = opt("", "target column; empty: detected")
     prefix: str = opt("", 'text put before every source, as "summarize: "')
@@ -68,19 +72,32 @@ class Data:
     )
     target_transforms: tuple[str, ...] = opt((), "the same for the target")
     piece: int = opt(0, "cut longer plain-text lines at spaces into pieces of at most so many characters; 0: never")
-    objective: Literal["auto", "pairs", "chat", "lm", "blocks", "span_corruption", "prefix_lm", "character_noise"] = (
-        opt(
-            "auto",
-            "what is learned; auto: target from source, or with a causal model the answers in chat records "
-            "({messages: [{role, content}, ...]}) and on plain text the next token",
-        )
+    objective: Literal[
+        "auto",
+        "pairs",
+        "chat",
+        "lm",
+        "blocks",
+        "span_corruption",
+        "prefix_lm",
+        "character_noise",
+        "masked_lm",
+        "masked_lm_nsp",
+    ] = opt(
+        "auto",
+        "what is learned; auto: target from source, with a causal model the answers in chat records ({messages: "
+        "[{role, content}, ...]}), on plain text the next token (causal models) or masked tokens (masked models); "
+        "masked_lm_nsp: also whether a text follows, with one sentence a line and in .txt files a blank line between "
+        "documents",
     )
+    whole_words: bool = opt(False, "mask all tokens of a word or none")
+    max_predictions: int = opt(0, "masked tokens of an example at most; 0: 15% of the longest, rounded up")
     template: str = opt("{source}\n{target}", "how a causal model sees a pair; it learns what begins at {target}")
     loss_on: Literal["target", "both"] = opt("target", "what of a pair a causal model is to say")
     block: int = opt(
         0,
-        "tokens that a causal model sees at once, of plain text (0: data.max_source_length) or of a conversation, "
-        "whose oldest turns give way (0: data.max_source_length + data.max_target_length)",
+        "tokens that a causal or masked model sees at once, of plain text (0: data.max_source_length) or of a "
+        "conversation, whose oldest turns give way (0: data.max_source_length + data.max_target_length)",
     )
     max_source_length: int = opt(512, "source tokens kept, end token included")
     max_target_length: int = opt(128, "target tokens kept, end token included")
@@ -371,6 +388,11 @@ def _convert(raw: Any, kind: Any, where: str, text: bool) -> Any:
 
 
 _NUMBER = {int: "a whole number", float: "a number"}
+# Held-out figures that need no text metric; which of them there are depends on the model's kind.
+_LOSSES = (
+    *("loss", "perplexity", "word_perplexity"),
+    *("masked_loss", "masked_accuracy", "next_sentence_loss", "next_sentence_accuracy"),
+)
 _FIGURES = {"rouge": ("rouge1", "rouge2", "rougeL")}  # metrics that give figures of other names
 
 # key → (test, what is right); each is checked on the value alone.
@@ -383,6 +405,7 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "data.max_source_length": (lambda v: v >= 2, "2 or more (one token and the end token)"),
     "data.max_target_length": (lambda v: v >= 2, "2 or more (one token and the end token)"),
     "data.block": (lambda v: v == 0 or v >= 2, "0, or 2 or more"),
+    "data.max_predictions": (lambda v: v >= 0, "0 or more"),
     "data.source_row": (lambda v: v >= 0, "0 or more"),
     "data.target_row": (lambda v: v >= 0, "0 or more"),
     "data.max_samples": (lambda v: v >= 0, "0 or more"),
@@ -439,7 +462,9 @@ def _validate(config: Config, origin: Mapping[str, str]) -> None:
         fail("optim.lr", "is unused under optim.relative_step; leave one of them out")
     figures = ["loss", *(figure for metric in values["train.metrics"] for figure in _FIGURES.get(metric, (metric,)))]
     # A function by import path names its figures itself.
-    if values["train.best"] not in figures and not any(":" in metric for metric in values["train.metrics"]):
+    if values["train.best"] not in (*_LOSSES, *figures) and not any(
+        ":" in metric for metric in values["train.metrics"]
+    ):
         fail("train.best", f"{values['train.best']!r} is not computed, of train.metrics come: {', '.join(figures)}")
     for name in values["track.to"]:
         if name not in ("tensorboard", "wandb", "trackio"):

@@ -77,7 +77,10 @@ def better(name: str, new: float, old: float) -> bool:
     >>> better("loss", 1.5, 2.0), better("bleu", 30.0, 30.0)
     (True, False)
     """
-    return new < old if name in ("loss", "perplexity", "wer", "cer") else new > old
+    return new < old if name in _FALL else new > old
+
+
+_FALL = ("loss", "masked_loss", "next_sentence_loss", "perplexity", "word_perplexity", "wer", "cer")
 
 
 def bootstrap_interval(

@@ -17,10 +17,12 @@ from typing import TypeVar
 import numpy as np
 
 from t2t.config import Data
-from t2t.data import chat, order
+from t2t.data import chat, hdf5, order
 from t2t.data.chat import Chat, Conversation, Template
+from t2t.data.masked import SHARE, Masked, MaskedLM, Masking, NextSentence, most_predictions
 from t2t.data.objectives import CausalPairs, CharacterNoise, Objective, Seq2Seq
 from t2t.data.packing import (
+    ROUND,
     Batch,
     Cost,
     RowShape,
@@ -76,20 +78,25 @@ KINDS = {
     "chat": ("causal",),
     "lm": ("causal",),
     "blocks": ("causal",),
+    "masked_lm": ("masked",),
+    "masked_lm_nsp": ("masked",),
 }  # which kinds of models can learn what
+PLAIN = {"causal": "lm", "masked": "masked_lm"}  # what each learns from plain text unless told otherwise
 
 
 def chosen_objective(data: Data, kind: str) -> str:
     """What the data section says is learned by a model of this kind, or what its first record suggests."""
-    name = data.objective
+    name: str = data.objective
     if name == "auto":
+        if kind == "masked" and _are_shards(data.train, "data.train", data):
+            return "masked_lm_nsp"
         name = "pairs"
         record = next(iter(_open(data.train, "data.train", data)), None)
         if record is not None and is_chat(record.fields) and not data.source:
             name = "chat"
-        elif record is not None and kind == "causal":
+        elif record is not None and kind in PLAIN:
             columns = Task.from_config(data).columns(record)
-            name = "lm" if columns.source == columns.target else "pairs"
+            name = PLAIN[kind] if columns.source == columns.target else "pairs"
     if kind not in KINDS[name]:
         raise InputError(f"data.objective: {name} is for {' and '.join(KINDS[name])} models, this one is {kind}")
     return name
@@ -102,9 +109,11 @@ def read_splits(data: Data, tokenizer: Tokenizer, seed: int, kind: str = "seq2se
     if data.objective == "character_noise" and tokenizer.fingerprint != "bytes":
         raise InputError('data.objective: character_noise needs model.tokenizer = "bytes"')
     name = chosen_objective(data, kind)
+    if kind == "masked" and _are_shards(data.train, "data.train", data):
+        return _shard_splits(data, tokenizer, seed, name)
     if name == "chat":
         return _chat_splits(data, Template(tokenizer), seed)
-    if name in ("lm", "blocks", "span_corruption", "prefix_lm"):
+    if name not in ("pairs", "character_noise"):
         return _text_splits(data, tokenizer, seed, name, start_id)
     train, validation, notes = _split(read_examples, data, seed)
     objectives = []
@@ -128,12 +137,17 @@ def _split(
         return items, held_out, notes + more
     if not data.validation_split:
         return items, [], notes
-    held = max(1, round(len(items) * data.validation_split))
-    if held >= len(items):
-        raise InputError(f"data.validation_split: {len(items)} examples leave none to train on")
-    shuffled = order.permuted(np.arange(len(items)), len(items), order.key(seed, "split"))
-    held_out = [items[i] for i in np.sort(shuffled[:held])][: data.max_validation_samples or None]
-    return [items[i] for i in np.sort(shuffled[held:])], held_out, notes
+    kept, held = _shares(len(items), data, seed)
+    return [items[i] for i in kept], [items[i] for i in held], notes
+
+
+def _shares(count: int, data: Data, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which of ``count`` examples are trained on, and which are held out."""
+    held = max(1, round(count * data.validation_split))
+    if held >= count:
+        raise InputError(f"data.validation_split: {count} examples leave none to train on")
+    shuffled = order.permuted(np.arange(count), count, order.key(seed, "split"))
+    return np.sort(shuffled[held:]), np.sort(shuffled[:held])[: data.max_validation_samples or None]
 
 
 def tokenized(examples: Sequence[Example], tokenizer: Tokenizer, data: Data, kind: str) -> tuple[Pairs, list[str]]:
@@ -182,8 +196,29 @@ def chat_objective(conversations: Sequence[Conversation], template: Template) ->
 
 def _text_splits(data: Data, tokenizer: Tokenizer, seed: int, name: str, start_id: int) -> Splits:
     train, validation, notes = _split(read_documents, data, seed)
-    learned, held = (text_objective(name, texts, tokenizer, data, start_id) for texts in (train, validation))
-    return Splits(learned, held if validation else None, (), tuple(notes))
+    learned = text_objective(name, train, tokenizer, data, start_id)
+    held = text_objective(name, validation, tokenizer, data, start_id) if validation else None
+    return Splits(learned, held, (), tuple(notes))
+
+
+def _are_shards(patterns: Sequence[str], key: str, data: Data) -> bool:
+    formats = {format_of(file, data.format) for file in resolve(patterns, key)}
+    if "hdf5" in formats and len(formats) > 1:
+        raise InputError(f"{key}: HDF5 shards and other files cannot be mixed")
+    return formats == {"hdf5"}
+
+
+def _shard_splits(data: Data, tokenizer: Tokenizer, seed: int, name: str) -> Splits:
+    def read(patterns: Sequence[str], key: str, limit: int) -> hdf5.Shards:
+        return hdf5.Shards(resolve(patterns, key), tokenizer.vocab_size, pairs=name == "masked_lm_nsp").first(limit)
+
+    train = read(data.train, "data.train", data.max_samples)
+    if data.validation:
+        return Splits(train, read(data.validation, "data.validation", data.max_validation_samples), (), ())
+    if not data.validation_split:
+        return Splits(train, None, (), ())
+    kept, held = _shares(len(train), data, seed)
+    return Splits(train.subset(kept), train.subset(held), (), ())
 
 
 def read_documents(
@@ -218,6 +253,8 @@ def text_objective(
     name: str, texts: Sequence[tuple[str, str]], tokenizer: Tokenizer, data: Data, start_id: int
 ) -> Objective:
     """What is learned from documents."""
+    if KINDS[name] == ("masked",):
+        return _masked_objective(name, texts, tokenizer, data)
     tokens = Ragged.of(tokenizer.encode_batch([text for _, text in texts]), tokenizer.vocab_size)
     words = sum(len(text.split()) for _, text in texts)
     documents = Documents(tokens, tuple(where for where, _ in texts), words)
@@ -233,6 +270,24 @@ def text_objective(
     return SpanCorruption(documents, *ids, tokenizer.sentinels, data.max_source_length)
 
 
+def _masked_objective(name: str, texts: Sequence[tuple[str, str]], tokenizer: Tokenizer, data: Data) -> Objective:
+    if tokenizer.marks is None:
+        raise InputError(f"data.objective: {name} needs a tokenizer with the special tokens [CLS], [SEP] and [MASK]")
+    key, longest = ("block", data.block) if data.block else ("max_source_length", data.max_source_length)
+    if longest < 8:
+        raise InputError(f"data.{key}: must be 8 or more for {name}, got {longest}")
+    lines = [[line for line in text.split("\n") if line.strip()] for _, text in texts]
+    sentences = Ragged.of(tokenizer.encode_batch([line for text in lines for line in text]), tokenizer.vocab_size)
+    ends = sentences.offsets[np.cumsum([0, *map(len, lines)])]
+    documents = Documents(Ragged(sentences.ids, ends), tuple(where for where, _ in texts), words=0)
+    if not len(sentences.ids):
+        raise InputError(f"{texts[0][0]}: the tokenizer makes no tokens of this text")
+    masking = Masking(tokenizer.marks, data.max_predictions or most_predictions(longest), data.whole_words)
+    if name == "masked_lm":
+        return MaskedLM(documents, masking, longest)
+    return NextSentence(documents, sentences.offsets[1:], masking, longest)
+
+
 class Loader:
     """The micro-batches of every step.
 
@@ -241,6 +296,9 @@ class Loader:
     (`packing.cut_static`); without, each is one row without padding, and there is a multiple of ``workers`` of them,
     about as large as ``micro_rows`` rows and equal by ``cost`` (`packing.cut_flat`). Where rows are not ``packed`` each
     holds one example, padded (`packing.cut_padded`).
+
+    Batches of a masked model tell the few slots that it is asked at: a fixed number of a row's, so that it packs by
+    both, or without ``static`` just those that have labels.
     """
 
     def __init__(
@@ -261,6 +319,9 @@ class Loader:
         self.pad_id, self.static, self.shuffle, self.cost, self.workers = pad_id, static, shuffle, cost, workers
         self.packed, self.fingerprint = packed, examples.fingerprint
         self.steps_per_epoch = math.ceil(len(examples) / batch)
+        self.predictions = None
+        if isinstance(examples, Masked):
+            self.predictions = prediction_slots(examples.predictions, shape.target_row) if static else 0
 
     def taken(self, step: int) -> np.ndarray:
         """The examples of a step, counted from the start of training."""
@@ -273,13 +334,17 @@ class Loader:
         features = [self.examples.feature(i, order.key(self.seed, epoch, i)) for i in index.tolist()]
         source, target = (np.array(side) for side in zip(*(feature.size for feature in features), strict=True))
         rows = self.shape.source_row, self.shape.target_row
-        if self.static:
+        if self.predictions:
+            labels = np.array([feature.predicted for feature in features])
+            cuts = cut_static(labels, target, self.predictions, rows[1], self.micro_rows, self.packed)
+            cuts = [cut._replace(source_row=rows[0]) for cut in cuts]
+        elif self.static:
             cuts = cut_static(source, target, *rows, self.micro_rows, self.packed)
         elif self.packed:
             cuts = cut_flat(source, target, self.micro_rows * sum(rows), self.cost, self.workers)
         else:
             cuts = cut_padded(source, target, self.micro_rows * sum(rows))
-        return [collate(features, index, *cut, self.pad_id) for cut in cuts]
+        return [collate(features, index, *cut, self.pad_id, self.predictions) for cut in cuts]
 
     def steps(self, start: int, stop: int, readers: int = 0) -> Generator[list[Batch], None, None]:
         """Steps ``start`` to ``stop``, the next ones made in the background: by a thread, or by reader processes."""
@@ -297,6 +362,15 @@ class Loader:
                 yield ahead.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def prediction_slots(most: int, row: int) -> int:
+    """How many slots of a row a masked model's head sees: room for one example's labels, and for as many as rows have.
+
+    >>> prediction_slots(20, 128), prediction_slots(80, 512), prediction_slots(2, 8)
+    (24, 80, 8)
+    """
+    return min(row, ROUND * math.ceil(max(most, SHARE * row) / ROUND))
 
 
 _reader: Loader | None = None  # the loader of a reader process

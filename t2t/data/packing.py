@@ -21,7 +21,7 @@ class Feature:
     """What one example asks of a model: at each of its inputs, to say the label there.
 
     A model with a decoder reads ``source`` first; others have none. ``types`` tells the two sentences of a pair apart,
-    and ``pair`` says whether the second follows the first.
+    and ``pair`` whether the second follows the first (0) or comes from elsewhere (1), as BERT's labels have it.
 
     >>> Feature(np.array([5, 1]), np.array([0, 6]), np.array([6, 1])).size
     (2, 2)
@@ -37,6 +37,11 @@ class Feature:
     def size(self) -> tuple[int, int]:
         """Slots that it takes in both streams."""
         return len(self.source), len(self.inputs)
+
+    @property
+    def predicted(self) -> int:
+        """How many labels it has."""
+        return int((self.labels != IGNORE).sum())
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Batch:
     example_ids: np.ndarray  # [R, most segments]
     target_types: np.ndarray | None = None  # [R, T]
     pair_labels: np.ndarray | None = None  # [R, most segments]
+    predicted: np.ndarray | None = None  # [R, P]: the slots that hold all labels of the row, and others up to P
 
     @property
     def counts(self) -> np.ndarray:
@@ -110,7 +116,7 @@ def pack(source: np.ndarray, target: np.ndarray, source_row: int, target_row: in
     """
     if not len(source):
         return []
-    a, b = source / source_row, target / target_row
+    a, b = source / max(source_row, 1), target / target_row
     assert max(a.max(), b.max()) <= 1, "an example is longer than its row"
     least = max(math.ceil(a.sum() - 1e-9), math.ceil(b.sum() - 1e-9))
     order = np.argsort(-(np.maximum(a, b) + 0.1 * (a + b)), kind="stable").tolist()
@@ -161,8 +167,12 @@ def collate(
     source_row: int,
     target_row: int,
     pad_id: int,
+    predictions: int | None = None,
 ) -> Batch:
     """Write packed examples into arrays. An empty list in ``rows`` is an empty row.
+
+    With ``predictions`` the batch tells so many slots of each row, its labelled ones first, for a head that looks at
+    these alone; 0: as many as the row with most labels has.
 
     >>> one = Feature(np.array([5, 1]), np.array([0, 8]), np.array([8, 1]))
     >>> two = Feature(np.array([6, 7, 1]), np.array([0, 9]), np.array([9, 1]))
@@ -193,7 +203,14 @@ def collate(
     typed = any(feature.types is not None for feature in features)
     paired = any(feature.pair != IGNORE for feature in features)
     arrays = source_ids, source_segments, target_ids, target_segments, positions, labels, example_ids
-    return Batch(*arrays, types if typed else None, pairs if paired else None)
+    told = None if predictions is None else _labelled(labels, predictions)
+    return Batch(*arrays, types if typed else None, pairs if paired else None, told)
+
+
+def _labelled(labels: np.ndarray, count: int) -> np.ndarray:
+    most = int((labels != IGNORE).sum(1).max(initial=0))
+    assert count == 0 or most <= count, "a row has more labels than slots for them"
+    return np.argsort(labels == IGNORE, axis=1, kind="stable")[:, : count or most]
 
 
 class Cut(NamedTuple):
@@ -295,7 +312,11 @@ def measure(
     rows = sum(len(pack(source[step], target[step], source_row, target_row)) for step in steps)
     taken = np.concatenate(steps)
     real = int(source[taken].sum()), int(target[taken].sum())
-    fills = real[0] / (rows * source_row), real[1] / (rows * target_row), sum(real) / (rows * (source_row + target_row))
+    fills = (
+        real[0] / (rows * source_row) if source_row else 1.0,
+        real[1] / (rows * target_row),
+        sum(real) / (rows * (source_row + target_row)),
+    )
     return RowShape(source_row, target_row, *fills, rows / len(steps))
 
 
@@ -317,7 +338,6 @@ def pick_rows(
     8
     """
     longest_s, longest_t = up(source.max()), up(target.max())
-    ratio = target.mean() / source.mean()
     tried: dict[tuple[int, int], tuple[RowShape, float]] = {}
 
     def attempt(s: float, t: float) -> None:
@@ -331,9 +351,14 @@ def pick_rows(
         near = [shape for shape, price in tried.values() if price <= 1.02 * least]
         return max(near, key=lambda shape: min(shape.source_fill, shape.target_fill))
 
-    for s in np.geomspace(longest_s, max(2.0 * longest_s, 2.0 * longest_t / ratio, 16.0 * source.mean()), 10):
-        for lean in (0.9, 1.0, 1.1):
-            attempt(s, s * ratio * lean)
+    if source.any():
+        ratio = target.mean() / source.mean()
+        for s in np.geomspace(longest_s, max(2.0 * longest_s, 2.0 * longest_t / ratio, 16.0 * source.mean()), 10):
+            for lean in (0.9, 1.0, 1.1):
+                attempt(s, s * ratio * lean)
+    else:  # a model without a decoder
+        for t in np.geomspace(longest_t, max(2.0 * longest_t, 16.0 * target.mean()), 20):
+            attempt(0, t)
     for _ in range(2):
         center = best()
         for s in (0.92, 0.96, 1.0, 1.04, 1.08):
@@ -345,7 +370,7 @@ def pick_rows(
 def up(length: float) -> int:
     """A row length that holds ``length`` slots.
 
-    >>> up(5), up(8), up(9)
-    (8, 8, 16)
+    >>> up(0), up(8), up(9)
+    (0, 8, 16)
     """
-    return ROUND * max(1, math.ceil(length / ROUND))
+    return ROUND * math.ceil(length / ROUND)

@@ -7,6 +7,7 @@
 | .tsv | a line cut at tabs, without quoting | header, or "0", "1", ... |
 | .txt | a line | text |
 | .parquet | a row | its columns |
+| .hdf5 .h5 | none: see `t2t.data.hdf5` | |
 
 Each may also be compressed: .gz, .xz, .zst. Files are streamed, so memory does not grow with their size.
 Blank lines are passed over; a byte-order mark and CRLF are dropped. A .json file that is one array or one
@@ -63,6 +64,8 @@ _FORMATS = {
     ".tsv": "tsv",
     ".txt": "txt",
     ".parquet": "parquet",
+    ".hdf5": "hdf5",
+    ".h5": "hdf5",
 }
 _TYPE_NAMES = {
     type(None): "null",
@@ -271,6 +274,8 @@ def _rows(file: str, format: str, columns: Sequence[str]) -> Iterator[_Item[dict
     if kind is None:
         known = ", ".join(_FORMATS)
         raise InputError(f"{file}: no format known by the name {suffix!r} ({known}): rename it or set data.format")
+    if kind == "hdf5":
+        raise InputError(f"{file}: HDF5 shards hold masked tokens, not text: they are for training masked models")
     with _open(file, compression, text=kind != "parquet") as stream:
         lines = _lines(file, stream)
         match kind:

@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,21 @@ from t2t.data.tasks import Example, Messages
 from t2t.errors import InputError
 
 NO_TEMPLATE = "has no chat template, by which to show conversations"
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a masked model has to know of a vocabulary: its tokens around texts and in a text's place, and all others.
+
+    ``ordinary[i]`` says whether id i is text rather than a special token, ``continues[i]`` whether it goes on with the
+    word before it; where the tokens do not tell, that is None.
+    """
+
+    cls: int
+    sep: int
+    mask: int
+    ordinary: np.ndarray  # [V]
+    continues: np.ndarray | None  # [V]
 
 
 class Tokenizer(Protocol):
@@ -30,6 +46,10 @@ class Tokenizer(Protocol):
     @property
     def sentinels(self) -> Sequence[int]:
         """Ids of <extra_id_0>, <extra_id_1> and so on; empty where there are none."""
+
+    @property
+    def marks(self) -> Marks | None:
+        """What masked models need; None where the tokenizer has no [CLS], [SEP] and [MASK] of any name."""
 
     @property
     def specials(self) -> Mapping[str, int]:
@@ -56,6 +76,7 @@ class Bytes:
     eos_id, pad_id, vocab_size, fingerprint = 1, 0, 384, "bytes"
 
     sentinels = range(259, 384)
+    marks = None
     specials: Mapping[str, int] = {}
 
     def render(self, messages: Messages, prompt: bool) -> str:
@@ -86,11 +107,12 @@ class HuggingFace:
     """A tokenizer of `transformers`, from a folder, a hub name or a bare SentencePiece file."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        if tokenizer.eos_token_id is None:
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id  # BERT has [SEP]
+        if end is None:
             raise InputError(f"{name}: the tokenizer has no end token")
         self.inner = tokenizer
-        self.eos_id: int = tokenizer.eos_token_id
-        self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        self.eos_id: int = end
+        self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
         self.vocab_size = len(tokenizer)
         names = [f"<extra_id_{i}>" for i in range(1000)]
         vocabulary = tokenizer.get_vocab()
@@ -105,6 +127,15 @@ class HuggingFace:
             raise InputError(f"model.tokenizer: {NO_TEMPLATE}")
         return self.inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
 
+    @cached_property
+    def marks(self) -> Marks | None:
+        ids = self.inner.cls_token_id, self.inner.sep_token_id, self.inner.mask_token_id
+        if None in ids:
+            return None
+        ordinary = np.ones(self.vocab_size, dtype=bool)
+        ordinary[self.inner.all_special_ids] = False
+        return Marks(*ids, ordinary, _continues(self.inner.convert_ids_to_tokens(range(self.vocab_size))))
+
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
@@ -116,6 +147,15 @@ class HuggingFace:
 
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(folder)
+
+
+def _continues(pieces: Sequence[str]) -> np.ndarray | None:
+    """Which pieces go on with a word: those marked so (WordPiece), or not marked as its beginning."""
+    for mark, begins in (("##", False), ("▁", True), ("Ġ", True)):
+        marked = np.array([piece.startswith(mark) for piece in pieces])
+        if marked.any():
+            return marked ^ begins
+    return None
 
 
 def load(spec: str) -> Tokenizer:
@@ -131,7 +171,7 @@ def load(spec: str) -> Tokenizer:
         return _auto(str(path.parent), spec, gguf_file=path.name)
     if path.is_file():
         return _sentencepiece(path)
-    if path.is_dir() and not any(path.glob("tokenizer*")) and not any(path.glob("*.model")):
+    if path.is_dir() and not any(any(path.glob(name)) for name in ("tokenizer*", "*.model", "vocab.txt")):
         raise InputError(f"model.tokenizer: no tokenizer files in {spec}")
     return _auto(spec, spec)
 

@@ -24,7 +24,8 @@ class Rows(NamedTuple):
     target_positions: Tensor  # [R, T], from 0 in every segment
     labels: Tensor  # [R, T]
     target_types: Tensor | None = None  # [R, T], 1 in the second sentence of a pair
-    pair_labels: Tensor | None = None  # [R, most segments], whether the second sentence follows; -100: no such segment
+    pair_labels: Tensor | None = None  # [R, most segments], 0: the second sentence follows, 1: not, -100: no segment
+    predicted: Tensor | None = None  # [R, P], slots that hold every label of the row; a head may look at these alone
 
 
 class OneStack:
@@ -91,6 +92,10 @@ class Model(nn.Module):
     @abstractmethod
     def loss(self, rows: Rows, smoothing: float) -> tuple[Tensor, Tensor]:
         """Sums of what is minimised, [1], or [2] with next sentences, and each label's loss, [R, T], detached."""
+
+    def judge(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Sums of losses as `loss` gives them, and where a model tells, how many of those labels it would get right."""
+        return self.loss(rows, 0.0)[0], None
 
     def start(self, ids: Tensor, segments: Tensor, length: int, copies: int = 1) -> Cache:
         """Read the inputs [R, S], one a row, and prepare to decode ``length`` tokens, each row ``copies`` times."""

@@ -22,6 +22,8 @@ from t2t.errors import InputError
 from t2t.models.activations import ACTIVATIONS
 from t2t.models.base import Kind, Model, OneStack, Rows
 
+CHUNK = 1024  # positions whose logits are held at once where they are judged
+
 
 @dataclass(frozen=True)
 class BertConfig(OneStack):
@@ -44,9 +46,8 @@ class BertConfig(OneStack):
     eps: float = 1e-12
     tied: bool = True
     initializer_range: float = 0.02
-    start_id: int = 101
     pad_id: int = 0
-    eos_id: int = 102
+    start_id: ClassVar[int] = 0  # nothing is decoded
 
     def row_cost(self, source_row: int, target_row: int) -> float:
         """Work of one packed row forward, in multiply-adds; row lengths are picked by it."""
@@ -260,22 +261,55 @@ class Bert(Model):
 
     def loss(self, rows: Rows, smoothing: float) -> tuple[Tensor, Tensor]:
         hidden = self(rows.target_ids, rows.target_segments, rows.target_positions, rows.target_types)
-        predictions = cast(nn.Module, self.cls.predictions)
-        flat = cast(Transform, predictions.transform)(hidden).flatten(0, 1)
+        states, labels = self._asked(hidden, rows)
         total, each = kernels.linear_cross_entropy(
-            flat, self.head, rows.labels.flatten(), smoothing, bias=cast(Tensor, predictions.bias)
+            states.flatten(0, 1), self.head, labels.flatten(), smoothing, bias=self._bias
         )
-        sums = [total]
+        sums, each = [total], each.view(labels.shape)
+        if rows.predicted is not None:
+            each = each.new_zeros(rows.labels.shape).scatter_(1, rows.predicted, each)
         if rows.pair_labels is not None:
-            sums.append(self._pair_loss(hidden, rows.target_segments, rows.pair_labels))
-        return torch.stack(sums), each.view(rows.labels.shape)
+            logits = self._pair_logits(hidden, rows.target_segments, rows.pair_labels.shape[1])
+            sums.append(F.cross_entropy(_wide(logits), rows.pair_labels.flatten(), reduction="sum"))
+        return torch.stack(sums), each
 
-    def _pair_loss(self, hidden: Tensor, segments: Tensor, labels: Tensor) -> Tensor:
-        """Whether the second sentence follows, told from the first slot of each segment."""
-        numbers = torch.arange(1, labels.shape[1] + 1, device=segments.device)[:, None]
+    @torch.no_grad()
+    def judge(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        hidden = self(rows.target_ids, rows.target_segments, rows.target_positions, rows.target_types)
+        states, labels = (x.flatten(0, 1) for x in self._asked(hidden, rows))
+        parts = zip(states.split(CHUNK), labels.split(CHUNK), strict=True)
+        found = [torch.stack([_judged(torch.addmm(self._bias, x, self.head.T), label) for x, label in parts]).sum(0)]
+        if rows.pair_labels is not None:
+            logits = self._pair_logits(hidden, rows.target_segments, rows.pair_labels.shape[1])
+            found.append(_judged(logits, rows.pair_labels.flatten()))
+        losses, hits = torch.stack(found).T
+        return losses, hits
+
+    @property
+    def _bias(self) -> Tensor:
+        return cast(Tensor, cast(nn.Module, self.cls.predictions).bias)
+
+    def _asked(self, hidden: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """What the masked-LM head reads, [R, P, D], and the labels there: of all slots, or of those that are told."""
+        labels = rows.labels
+        if rows.predicted is not None:
+            hidden = hidden.gather(1, rows.predicted[..., None].expand(-1, -1, hidden.shape[-1]))
+            labels = labels.gather(1, rows.predicted)
+        return cast(Transform, cast(nn.Module, self.cls.predictions).transform)(hidden), labels
+
+    def _pair_logits(self, hidden: Tensor, segments: Tensor, most: int) -> Tensor:
+        """Whether the second sentence follows, [R * M, 2], told from the first slot of each segment."""
+        numbers = torch.arange(1, most + 1, device=segments.device)[:, None]
         first = (segments[:, None] == numbers).long().argmax(-1)  # [R, M]; 0 where there is no such segment
         states = hidden.gather(1, first[..., None].expand(-1, -1, hidden.shape[-1]))
         pooled = torch.tanh(cast(nn.Linear, self.bert.pooler.dense)(states))
-        logits = cast(nn.Linear, self.cls.seq_relationship)(pooled).flatten(0, 1)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return F.cross_entropy(logits.to(wide), labels.flatten(), reduction="sum")
+        return cast(nn.Linear, self.cls.seq_relationship)(pooled).flatten(0, 1)
+
+
+def _judged(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the labels' losses, and how many of them are the likeliest, [2]."""
+    return torch.stack([F.cross_entropy(_wide(logits), labels, reduction="sum"), (logits.argmax(-1) == labels).sum()])
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

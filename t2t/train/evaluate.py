@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -20,18 +21,21 @@ from t2t.data.chat import Conversation, Prompt, Template
 from t2t.data.loader import (
     Loader,
     chat_objective,
+    chosen_objective,
     objective,
     pick_shape,
     read_conversations,
     read_examples,
+    read_splits,
     tokenized,
 )
 from t2t.data.objectives import Objective
 from t2t.data.tasks import Example
 from t2t.data.tokens import Tokenizer
+from t2t.errors import InputError
 from t2t.generate import batching
 from t2t.models.base import Model
-from t2t.train.step import batch_loss
+from t2t.train.step import on_device
 
 METRICS = ("bleu", "chrf", "rouge", "exact_match", "wer", "cer", "word_accuracy")
 
@@ -46,20 +50,27 @@ def _never() -> bool:
 
 @torch.no_grad()
 def loss(model: Model, loader: Loader, stopped: Callable[[], bool] = _never) -> dict[str, float]:
-    """Mean loss over the target tokens of all examples."""
+    """Mean loss over the labels of all examples, and what else a model of its kind can tell without generating."""
     training = model.training
     model.eval()
-    sums, counts = np.zeros(1), np.zeros(1)
+    sums, counts, right = np.zeros(1), np.zeros(1), np.zeros(1)
     try:
         for batch in chain.from_iterable(loader.steps(0, loader.steps_per_epoch)):
             if stopped():
                 raise Stopped
-            sums = sums + batch_loss(model, batch)[0].double().cpu().numpy()
+            losses, hits = model.judge(on_device(batch, model.head.device))
+            sums = sums + losses.double().cpu().numpy()
             counts = counts + batch.counts
+            right = right + (np.nan if hits is None else hits.cpu().numpy())
     finally:
         model.train(training)
-    mean = float((sums / np.maximum(counts, 1)).sum())
+    means = sums / np.maximum(counts, 1)
+    mean = float(means.sum())
     figures = {"loss": mean}
+    if model.kind == "masked":
+        shares = right / np.maximum(counts, 1)  # nan: the model does not tell
+        for name, own, share in zip(("masked", "next_sentence"), means.tolist(), shares.tolist(), strict=False):
+            figures |= {f"{name}_loss": own} | ({} if math.isnan(share) else {f"{name}_accuracy": share})
     if model.kind == "causal":
         figures["perplexity"] = _exp(mean)
         if loader.examples.words:
@@ -119,11 +130,14 @@ def _sources(examples: Sequence[Example | Conversation], tokenizer: Tokenizer, l
 def evaluate(
     model: str,
     files: Sequence[str],
-    names: Sequence[str] = METRICS,
+    names: Sequence[str] | None = None,
     overrides: Mapping[str, str | list[str]] | None = None,
     output: Path | None = None,
 ) -> dict[str, float]:
     """Loss and text metrics of a model folder on files, with the prefix, lengths and transforms it was trained with.
+
+    Of plain text a causal model tells its perplexity, a masked one how much it guesses right; there are no targets to
+    compare texts with. All metrics are computed where none are named.
 
     ``overrides`` are config keys as on the command line: ``{"data.source": "article", "generate.beams": "4"}``.
     """
@@ -140,11 +154,13 @@ def evaluate(
         generate=own.generate,
     )
     config = load(None, overrides, base=travelled)
-    data = config.data
+    data = dataclasses.replace(config.data, train=tuple(files), max_samples=config.data.max_validation_samples)
     devices.use_threads(config.run.threads)
-    metrics.build(names)
     own_config, batch = loaded.model.config, config.generate.batch
-    examples, learned, notes = _read(loaded, files, data)
+    examples, learned, notes = _read(loaded, data, config.run.seed)
+    if not examples and (names or output):
+        raise InputError("--metrics, --output: compare generated text with targets, which plain text has none of")
+    metrics.build(names or METRICS)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     static = devices.static_shapes(loaded.model.head.device)
@@ -153,21 +169,33 @@ def evaluate(
     rows = math.ceil(shape.rows_per_step)
     loader = Loader(learned, batch, shape, rows, 0, own_config.pad_id, static=static, shuffle=False, packed=packed)
     figures = loss(loaded.model, loader)
+    if not examples:
+        return figures
     lengths = data.max_source_length, data.max_target_length
     return figures | score(
-        names, loaded.model, loaded.tokenizer, examples, config.generate, *lengths, output, template=data.template
+        names or METRICS,
+        loaded.model,
+        loaded.tokenizer,
+        examples,
+        config.generate,
+        *lengths,
+        output,
+        template=data.template,
     )
 
 
 def _read(
-    loaded: generate.Loaded, files: Sequence[str], data: Data
-) -> tuple[Sequence[Example | Conversation], Objective, list[str]]:
-    """What the model is to say of files, as texts and as its objective, and what was found on the way."""
-    most, kind = data.max_validation_samples, loaded.model.kind
+    loaded: generate.Loaded, data: Data, seed: int
+) -> tuple[Sequence[Example | Conversation], Objective, Sequence[str]]:
+    """What the model is to say of files, as texts (of plain text there are none) and as its objective, and notes."""
+    kind, start_id = loaded.model.kind, loaded.model.config.start_id
     if loaded.settings.chat:
         template = Template(loaded.tokenizer)
-        conversations, notes = read_conversations(files, "data", data, most, template)
+        conversations, notes = read_conversations(data.train, "data", data, data.max_samples, template)
         return conversations, chat_objective(conversations, template), notes
-    examples, notes = read_examples(files, "data", data, most)
+    if chosen_objective(data, kind) not in ("pairs", "character_noise"):
+        splits = read_splits(data, loaded.tokenizer, seed, kind, start_id)
+        return (), splits.train, splits.notes
+    examples, notes = read_examples(data.train, "data", data, data.max_samples)
     pairs, _ = tokenized(examples, loaded.tokenizer, data, kind)
-    return examples, objective(pairs, data, kind, loaded.model.config.start_id), notes
+    return examples, objective(pairs, data, kind, start_id), notes

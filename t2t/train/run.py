@@ -175,6 +175,10 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
         raise InputError(f"model.tokenizer: does not fit the model: it has {sizes}")
     if config.train.metrics and splits.validation is not None and not splits.validation_examples:
         raise InputError("train.metrics: compares generated text with targets, which plain text has none of")
+    longest, positions = int(splits.train.lengths[1].max()), getattr(model.config, "positions", None)
+    if positions is not None and longest > positions:
+        advice = "set data.block, or data.max_source_length and data.max_target_length, lower"
+        raise InputError(f"model.path: has {positions:,} positions, the examples up to {longest:,} tokens: {advice}")
     _freeze(model, config.model.freeze)
     if config.train.gradient_checkpointing:
         for block in model.blocks():
@@ -519,13 +523,15 @@ def export(run: Run) -> Path:
     data, ids = run.config.data, _special_ids(run)
     models.save({**run.model.state_dict(), **weights}, {**run.raw, **ids}, fresh)  # a model may have buffers to keep
     run.tokenizer.save(fresh)
-    generation = {**ids, **_generation(run.config)}
-    if run.model.stops:
-        generation["eos_token_id"] = [ids["eos_token_id"], *run.model.stops]
-    store.atomic_write(fresh / "generation_config.json", json.dumps(generation, indent=2) + "\n")
+    masked = run.model.kind == "masked"
+    if not masked:
+        generation = {**ids, **_generation(run.config)}
+        if run.model.stops:
+            generation["eos_token_id"] = [ids["eos_token_id"], *run.model.stops]
+        store.atomic_write(fresh / "generation_config.json", json.dumps(generation, indent=2) + "\n")
     settings = Settings(
         prefix=data.prefix,
-        max_source_length=_max_source_length(run),
+        max_source_length=(masked and data.block) or _max_source_length(run),
         max_target_length=data.max_target_length,
         source_transforms=data.source_transforms,
         template=data.template if isinstance(run.loader.examples, CausalPairs) else "",
@@ -545,6 +551,8 @@ def export(run: Run) -> Path:
 def _special_ids(run: Run) -> dict[str, int]:
     """What transformers must be told to begin and end a text; a config may leave it out."""
     c = run.model.config
+    if run.model.kind == "masked":
+        return {"pad_token_id": c.pad_id}
     ids = {"eos_token_id": c.eos_id, "pad_token_id": c.pad_id}
     return ids | {"decoder_start_token_id": c.start_id} if run.model.kind == "seq2seq" else ids
 

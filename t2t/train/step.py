@@ -40,11 +40,14 @@ class Diverged(ArithmeticError):
 
 def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """Sums of losses, one for each of the batch's ``counts``, and each label's loss, [R, T]."""
-    device = model.head.device
+    return model.loss(on_device(batch, model.head.device), smoothing)
+
+
+def on_device(batch: Batch, device: torch.device) -> Rows:
+    """The batch as a model takes it."""
     arrays = (getattr(batch, name) for name in Rows._fields)
     tensors = (None if x is None else torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
-    rows = Rows(*tensors)  # type: ignore[arg-type]
-    return model.loss(rows, smoothing)
+    return Rows(*tensors)  # type: ignore[arg-type]
 
 
 Map = Callable[[Callable[..., Any], Iterable[Any], Iterable[Any]], Iterable[Any]]
@@ -94,7 +97,8 @@ def train_step(
         losses.append(each)
         for p, gradient in zip(trained, gradients, strict=True):
             if gradient is not None:
-                p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+                # Fused optimizers read memory in order: a transposed gradient would reach the wrong weights.
+                p.grad = gradient.contiguous() if p.grad is None else p.grad.add_(gradient)
         optimizer.accumulate()
     loss = float(sum(totals))
     if not math.isfinite(loss):

@@ -64,6 +64,16 @@ def test_plain_text_is_learned_and_perplexity_told(make: Make, objective: str) -
     assert figures["validation_word_perplexity"] > figures["validation_perplexity"]
 
 
+def test_plain_text_is_evaluated_by_perplexity(make: Make) -> None:
+    chosen = make(train__steps="2", data__validation_split="0", data__block="24")
+    train(chosen, quiet)
+    found = evaluate.evaluate(str(chosen.run_dir / "model"), list(chosen.data.train), None, {"run.device": "cpu"})
+    assert list(found) == ["loss", "perplexity", "word_perplexity"]
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    with pytest.raises(InputError, match="plain text has none"):
+        evaluate.evaluate(str(chosen.run_dir / "model"), list(chosen.data.train), ["bleu"], {"run.device": "cpu"})
+
+
 def test_stopped_and_resumed_is_the_uninterrupted_run(make: Make) -> None:
     whole, parts = make("whole"), make("parts")
     figures = train(whole, quiet)
@@ -77,7 +87,9 @@ def test_stopped_and_resumed_is_the_uninterrupted_run(make: Make) -> None:
 def test_pairs_are_learned_and_generation_stops(make: Make) -> None:
     from transformers import AutoModelForCausalLM
 
-    chosen = make(data="pairs.tsv", train__steps="150", model__dropout="0", train__metrics="exact_match")
+    chosen = make(
+        data="pairs.tsv", train__steps="150", optim__lr="0.005", model__dropout="0", train__metrics="exact_match"
+    )
     figures = train(chosen, quiet)
     assert figures["loss"] < 0.5
     loaded = t2t.load(chosen.run_dir / "model", "cpu")

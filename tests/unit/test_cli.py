@@ -364,7 +364,7 @@ def test_generate_ends_quietly_when_its_reader_does(model: Path, tmp_path: Path)
 def test_recipes_are_listed_and_shown(run: Run) -> None:
     code, out, _ = run("recipes")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()[2:4]] == ["byt5-ro-pretrain", "quickstart"]
+    assert {"byt5-ro-pretrain", "quickstart"} <= {line.split()[0] for line in out.splitlines() if line}
     code, out, _ = run("recipes", "quickstart")
     assert code == 0
     assert out == config.find_recipe("quickstart").read_text(encoding="utf-8")
