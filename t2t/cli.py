@@ -40,6 +40,7 @@ OF_INPUTS = (
     *(f"data.{name}" for name in PREPARATION),
     "generate",
 )
+OF_TEXT = tuple(f"data.{name}" for name in ("format", "source", "target", "on_bad_line", "max_bad_lines"))
 OF_TARGETS = tuple(
     f"data.{name}"
     for name in (
@@ -181,6 +182,17 @@ def _file_texts(reader: Reader, column: str) -> Iterator[str | Messages]:
         print(f"note: {reader.bad_count} bad lines skipped, the first: {reader.bad[0]}", file=sys.stderr)
 
 
+def _tokenizer(parsed: argparse.Namespace) -> int:
+    chosen = config.load(None, _overrides(parsed))
+    from t2t.data import vocabulary
+
+    folder = Path(parsed.out)
+    settings = (parsed.size, parsed.kind, parsed.style, parsed.sentinels, parsed.lowercase)
+    trained = vocabulary.train(parsed.files, folder, *settings, chosen.data, lambda line: print(line, file=sys.stderr))
+    print(f"tokenizer of {trained.vocab_size:,} tokens: {folder}")
+    return EXIT_DONE
+
+
 def _recipes(parsed: argparse.Namespace) -> int:
     if parsed.name:
         print(config.find_recipe(parsed.name).read_text(encoding="utf-8"), end="")
@@ -249,6 +261,18 @@ def _parser() -> _Parser:
     generate.add_argument("model", help="model folder")
     generate.add_argument("--input", default="-", help="file of inputs; -: lines of standard input (default)")
     generate.add_argument("--output", help="file to write; default: standard output")
+    tokenizer = verb("tokenizer", _tokenizer, "Train a vocabulary on text; a Hugging Face folder comes out.", OF_TEXT)
+    tokenizer.add_argument("files", nargs="+", metavar="FILE", help="text, or pairs, of which both columns count")
+    tokenizer.add_argument("--out", required=True, metavar="FOLDER", help="new folder to write")
+    tokenizer.add_argument(
+        "--size", type=int, default=32000, help="tokens, T5's sentinels not counted (default: 32000)"
+    )
+    tokenizer.add_argument("--kind", default="", help="unigram, bpe or wordpiece (default: the style's)")
+    tokenizer.add_argument(
+        "--style", default="", help="whose special tokens and ids: t5, gpt2 or bert (default: the kind's, or t5)"
+    )
+    tokenizer.add_argument("--sentinels", type=int, help="t5: how many <extra_id_N> tokens (default: 100)")
+    tokenizer.add_argument("--lowercase", action="store_true", help="t5, bert: tokens know no upper case")
     recipes = verbs.add_parser("recipes", help="List the recipes, or show one.", allow_abbrev=False)
     recipes.add_argument("name", nargs="?", help="recipe to show")
     recipes.set_defaults(run=_recipes, flags=recipes.flags)

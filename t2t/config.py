@@ -46,7 +46,14 @@ class Model:
     """What is trained."""
 
     path: str = opt("", "model folder to start from (Hugging Face layout), a .gguf file, or asset:NAME")
-    config: str = opt("", "start from scratch: a config.json, a folder that holds one, or asset:NAME")
+    config: str = opt(
+        "",
+        "start from scratch: a config.json, a folder that holds one, asset:NAME, or a published size as t5-base, "
+        "whose vocabulary and special ids then follow the tokenizer",
+    )
+    overrides: tuple[str, ...] = opt(
+        (), "changes to model.config, key=value in its own words: num_layers=4 d_model=256"
+    )
     tokenizer: str = opt("", 'empty: the model\'s own; "bytes"; a tokenizer folder or name; a SentencePiece file')
     dropout: float | None = opt(None, "dropout rate; unset: as the model's config says")
     freeze: tuple[str, ...] = opt((), 'parameters that stay as they are, by name glob: "encoder.*", "shared.*"')
@@ -452,6 +459,8 @@ def _validate(config: Config, origin: Mapping[str, str]) -> None:
             fail(f"data.{row}", f"must hold one example: at least data.{longest} = {values[f'data.{longest}']}, or 0")
     if values["model.path"] and values["model.config"]:
         fail("model.config", "is for training from scratch; give it or model.path, not both")
+    if values["model.overrides"] and not values["model.config"]:
+        fail("model.overrides", "changes model.config, for training from scratch; none is given")
     if values["data.validation"] and values["data.validation_split"]:
         fail("data.validation_split", "is for runs without data.validation; give one of them")
     if values["generate.beams"] > 1 and values["generate.temperature"] > 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from t2t.errors import InputError
-from t2t.models import huggingface
+from t2t.models import huggingface, sizes
 from t2t.models.base import Model
 from t2t.models.bert import Bert
 from t2t.models.gpt import GPT
@@ -84,6 +84,32 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def _family(raw: Mapping[str, Any]) -> type[Model]:
     """The class that serves a config; what is not native comes from transformers."""
     return NATIVE.get(raw.get("model_type", "")) or huggingface.family(raw)
+
+
+def scratch_config(
+    name: str, overrides: Sequence[str] = (), vocab_size: int = 384, eos_id: int = 1, pad_id: int = 0
+) -> dict[str, Any]:
+    """The config of a model from scratch: a file's as it stands, or a published size made to fit a tokenizer.
+
+    A file or folder of that name wins. The overrides come last, so that one of ``vocab_size`` stands.
+
+    >>> raw = scratch_config("t5-base", ["num_layers=2"], vocab_size=8100, eos_id=1, pad_id=0)
+    >>> raw["d_model"], raw["num_layers"], raw["vocab_size"]
+    (768, 2, 8128)
+    """
+    path = Path(name)
+    if name.startswith("asset:") or path.exists() or path.parent != Path() or path.suffix == ".json":
+        raw = read_config(name)
+    else:
+        raw = sizes.fitted(sizes.named(name), vocab_size, eos_id, pad_id)
+    raw = sizes.changed(raw, overrides)
+    try:
+        architecture(raw)
+    except InputError as error:
+        if not overrides:
+            raise
+        raise InputError(f"model.overrides: {str(error).removeprefix('config.json: ')}") from None
+    return raw
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -155,17 +155,16 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
         raise InputError("model.path: no model given, as --model.path google-t5/t5-small, or asset:byt5-ro")
     # What is misspelt should neither wait for the data nor for the first evaluation.
     metrics.build(config.train.metrics)
-    path = config.model.path
-    family, architecture = models.architecture(models.read_config(models.find(path) if path else config.model.config))
+    tokenizer = load_tokenizer(config)
+    family, architecture = models.architecture(_read_config(config, tokenizer))
     device = devices.resolve(config.run.device)
     devices.use_threads(config.run.threads)
     devices.keep_memory(device)
     dtype = devices.compute_dtype(config.train.precision, device)
-    tokenizer = load_tokenizer(config)
     splits = read_splits(config.data, tokenizer, config.run.seed, family.kind, architecture.start_id)
     for note in splits.notes:
         report(f"note: {note}")
-    model, raw = load_model(config, device, dtype)
+    model, raw = load_model(config, device, dtype, tokenizer)
     if model.fresh:
         report(f"note: the weights lack {', '.join(model.fresh[:3])} ({len(model.fresh)} in all): these start afresh")
     if isinstance(splits.train, Chat):
@@ -250,12 +249,22 @@ def load_tokenizer(config: Config) -> Tokenizer:
     return tokens.load(str(models.find(config.model.path)))
 
 
-def load_model(config: Config, device: torch.device, dtype: torch.dtype) -> tuple[Model, dict[str, Any]]:
+def _read_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The Hugging Face config of the model to start from."""
+    own = config.model
+    if own.path:
+        return models.read_config(models.find(own.path))
+    return models.scratch_config(own.config, own.overrides, tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id)
+
+
+def load_model(
+    config: Config, device: torch.device, dtype: torch.dtype, tokenizer: Tokenizer
+) -> tuple[Model, dict[str, Any]]:
     """The model to start from, and its Hugging Face config."""
     if config.model.path:
         model, raw = models.load(models.find(config.model.path), device, dtype, config.model.dropout)
     else:
-        raw = models.read_config(config.model.config)
+        raw = _read_config(config, tokenizer)
         model = models.create(raw, config.run.seed, config.model.dropout, device, dtype)
     return model, raw
 

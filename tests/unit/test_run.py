@@ -374,7 +374,8 @@ def test_a_second_run_in_the_folder_is_refused(make: Make) -> None:
     [
         ({"data__train": "nowhere.tsv"}, "data.train"),
         ({"data__train": []}, "data.train: no training files given"),
-        ({"model__config": "nowhere"}, "nowhere: no config.json there"),
+        ({"model__config": "nowhere"}, "model.config: nowhere is neither a file or folder here nor a known size"),
+        ({"model__config": "no/where"}, "no/where: no config.json there"),
         ({"model__config": ""}, "model.path: no model given"),
         ({"model__config": "", "model__path": "no/such/folder"}, "model.path: no such folder: no/such/folder"),
         ({"model__tokenizer": ""}, "model.tokenizer: training from scratch needs one"),
