@@ -193,6 +193,14 @@ def _tokenizer(parsed: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _merge(parsed: argparse.Namespace) -> int:
+    from t2t import generate
+
+    generate.merge(parsed.model, Path(parsed.out))
+    print(parsed.out)
+    return EXIT_DONE
+
+
 def _recipes(parsed: argparse.Namespace) -> int:
     if parsed.name:
         print(config.find_recipe(parsed.name).read_text(encoding="utf-8"), end="")
@@ -273,6 +281,10 @@ def _parser() -> _Parser:
     )
     tokenizer.add_argument("--sentinels", type=int, help="t5: how many <extra_id_N> tokens (default: 100)")
     tokenizer.add_argument("--lowercase", action="store_true", help="t5, bert: tokens know no upper case")
+    merge = verbs.add_parser("merge", help="Fold an adapter into its base model.", allow_abbrev=False)
+    merge.add_argument("model", help="folder with a LoRA adapter, which names its base")
+    merge.add_argument("--out", required=True, help="folder to write, in Hugging Face layout")
+    merge.set_defaults(run=_merge, flags=merge.flags)
     recipes = verbs.add_parser("recipes", help="List the recipes, or show one.", allow_abbrev=False)
     recipes.add_argument("name", nargs="?", help="recipe to show")
     recipes.set_defaults(run=_recipes, flags=recipes.flags)

@@ -56,7 +56,7 @@ class Model:
     )
     tokenizer: str = opt("", 'empty: the model\'s own; "bytes"; a tokenizer folder or name; a SentencePiece file')
     dropout: float | None = opt(None, "dropout rate; unset: as the model's config says")
-    freeze: tuple[str, ...] = opt((), 'parameters that stay as they are, by name glob: "encoder.*", "shared.*"')
+    freeze: tuple[str, ...] = opt((), "what stays as it is: encoder, decoder, embeddings, or name globs: shared.*")
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,20 @@ class Optim:
 
 
 @dataclass(frozen=True)
+class Tune:
+    """Light-weight tuning: the model stays as it is, and a small adapter beside it learns."""
+
+    method: Literal["none", "prompt", "lora"] = opt("none", "what is trained: the model, a soft prompt, or LoRA")
+    tokens: int = opt(20, "prompt: virtual tokens before every input")
+    init: Literal["vocabulary", "text", "random"] = opt("vocabulary", "prompt: what the virtual tokens start from")
+    text: str = opt("", 'prompt: the text to start from, with tune.init = "text"')
+    r: int = opt(8, "LoRA: rank of what is added to a weight")
+    alpha: float = opt(16.0, "LoRA: what is added is scaled by alpha / r")
+    targets: tuple[str, ...] = opt((), "LoRA: linear layers by the end of their name; empty: queries and values")
+    dropout: float = opt(0.0, "LoRA: only 0, since weights are adapted and not the layers' inputs")
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Saving, so that no run is lost."""
 
@@ -197,6 +211,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)
+    tune: Tune = field(default_factory=Tune)
     optim: Optim = field(default_factory=Optim)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     generate: Generate = field(default_factory=Generate)
@@ -428,6 +443,10 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "train.log_every": (lambda v: v >= 1, "1 or more"),
     "train.evaluate_every": (lambda v: v >= 0, "0 or more"),
     "train.patience": (lambda v: v >= 0, "0 or more"),
+    "tune.tokens": (lambda v: v >= 1, "1 or more"),
+    "tune.r": (lambda v: v >= 1, "1 or more"),
+    "tune.alpha": (lambda v: v > 0, "above 0"),
+    "tune.dropout": (lambda v: v == 0, "0 (LoRA adapts weights here, which have no input to drop from)"),
     "optim.lr": (lambda v: v is None or v >= 0, "0 or more"),
     "optim.warmup": (lambda v: v >= 0, "0 or more"),
     "optim.weight_decay": (lambda v: v >= 0, "0 or more"),
@@ -463,6 +482,12 @@ def _validate(config: Config, origin: Mapping[str, str]) -> None:
         fail("model.overrides", "changes model.config, for training from scratch; none is given")
     if values["data.validation"] and values["data.validation_split"]:
         fail("data.validation_split", "is for runs without data.validation; give one of them")
+    if values["tune.method"] != "none" and not values["model.path"]:
+        fail("tune.method", "an adapter belongs to a trained model: give model.path")
+    if values["tune.method"] != "none" and values["model.freeze"]:
+        fail("model.freeze", f'tune.method = "{values["tune.method"]}" freezes the whole model already; leave one out')
+    if (values["tune.init"] == "text") != bool(values["tune.text"]):
+        fail("tune.text", 'is what tune.init = "text" starts from; give both or neither')
     if values["generate.beams"] > 1 and values["generate.temperature"] > 0:
         fail("generate.temperature", "samples, and beams search: set generate.beams to 1 or the temperature to 0")
     if values["optim.relative_step"] and values["optim.name"] != "adafactor":

@@ -415,6 +415,9 @@ def pick_shape(
     Where rows may have any length none is picked, nor where each holds one example: the longest example's stands.
     """
     source, target = examples.lengths
+    for key, lengths in (("source_row", source), ("target_row", target)):
+        if 0 < getattr(data, key) < lengths.max():
+            raise InputError(f"data.{key}: must hold the longest example, of {lengths.max()} slots, or be 0")
     if not static:
         rows = data.source_row or int(source.max()), data.target_row or int(target.max())
         per_step = min(batch, len(examples)) * (source.mean() + target.mean()) / sum(rows)

@@ -5,6 +5,7 @@ An objective holds the tokenized examples and makes a `Feature` of each when its
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -103,6 +104,39 @@ class CausalPairs:
         tokens = np.concatenate([source, target])
         labels = tokens[1:] if self.both else np.concatenate([np.full(len(source) - 1, IGNORE), target])
         return Feature(np.zeros(0, np.int64), tokens[:-1], labels)
+
+
+class Prompted:
+    """Another objective's examples with the ids of a soft prompt before each: before its source where it has one.
+
+    >>> from t2t.data.tokens import Ragged
+    >>> pairs = Pairs(Ragged.of([[7, 8]], 384), Ragged.of([[9, 1]], 384), ("x:1",), 0, 0)
+    >>> Prompted(Seq2Seq(pairs, start_id=0), range(384, 387), "seq2seq").feature(0, seed=0).source
+    array([384, 385, 386,   7,   8])
+    >>> feature = Prompted(CausalPairs(pairs), range(384, 387), "causal").feature(0, seed=0)
+    >>> feature.inputs, feature.labels
+    (array([384, 385, 386,   7,   8,   9]), array([-100, -100, -100, -100,    9,    1]))
+    """
+
+    def __init__(self, inner: Objective, ids: range, kind: str) -> None:
+        self.inner, self.ids, self.kind = inner, np.array(ids, dtype=np.int64), kind
+        self.fingerprint, self.tell, self.words = f"{inner.fingerprint}-prompt-{len(ids)}", inner.tell, inner.words
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    @property
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        source, target = self.inner.lengths
+        more = len(self.ids)
+        return (source + more, target) if self.kind == "seq2seq" else (source, target + more)
+
+    def feature(self, i: int, seed: int) -> Feature:
+        feature = self.inner.feature(i, seed)
+        if self.kind == "seq2seq":
+            return replace(feature, source=np.append(self.ids, feature.source))
+        unsaid = np.full(len(self.ids), IGNORE)
+        return replace(feature, inputs=np.append(self.ids, feature.inputs), labels=np.append(unsaid, feature.labels))
 
 
 class CharacterNoise(Seq2Seq):

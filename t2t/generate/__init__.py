@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from t2t.data.tasks import Messages
 from t2t.device import resolve
 from t2t.errors import InputError, did_you_mean
 from t2t.generate import batching
+from t2t.models import adapters
 from t2t.models import load as models
 from t2t.models.base import Model
 
@@ -123,17 +125,44 @@ def _only_text(given: str | Messages) -> str:
     return given
 
 
+def merge(folder: str | Path, out: Path) -> None:
+    """Fold an adapter into its base and write both as one Hugging Face folder.
+
+    >>> merge("asset:byt5-ro", Path("merged"))
+    Traceback (most recent call last):
+    t2t.errors.InputError: asset:byt5-ro: holds no adapter, so there is nothing to merge
+    """
+    found = models.find(str(folder))
+    if adapters.read_config(found) is None:
+        raise InputError(f"{folder}: holds no adapter, so there is nothing to merge")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"--out: {out} is there already; give a folder that is not, or empty it")
+    loaded = load(found, "cpu")
+    if loaded.model.prompt:
+        reason = "a soft prompt is part of the input and cannot be folded into weights: use the folder as it is"
+        raise InputError(f"{folder}: {reason}")
+    models.save(dict(loaded.model.named_parameters()), loaded.config, out)
+    loaded.tokenizer.save(out)
+    save_settings(out, loaded.settings)
+    for home in (found, adapters.base(found)):
+        file = home / "generation_config.json"
+        if file.is_file():
+            shutil.copy(file, out)
+            break
+
+
 def load(folder: str | Path, device: str = "auto") -> Loaded:
-    """Open a model folder (or ``asset:NAME``, or a hub name) for generation.
+    """Open a model folder (or ``asset:NAME``, or a hub name), or an adapter's that names its base, for generation.
 
     >>> load("no/such/folder")
     Traceback (most recent call last):
     t2t.errors.InputError: model.path: no such folder: no/such/folder
     """
     found = models.find(str(folder))
-    settings = read_settings(found)
-    model, raw = models.load(found, resolve(device))
-    tokenizer = tokens.load(str(found))
+    home = found if found.is_file() or (found / FILE).is_file() else adapters.base(found)  # others hold weights alone
+    settings = read_settings(home)
+    model, raw = adapters.load(found, resolve(device))
+    tokenizer = tokens.load(str(home))
     if settings.chat:
         model.stops = (Template(tokenizer).end_id,)
     return Loaded(model.eval(), tokenizer, raw, settings)

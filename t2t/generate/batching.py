@@ -53,14 +53,14 @@ def texts(
         for number, prompt in enumerate(_encoded(model, tokenizer, window, max_source_length, prefix, template), read):
             if prompt.cut and on_cut is not None:
                 on_cut(number)
-            sources.append(prompt.ids or [model.config.start_id])
+            sources.append([*model.prompt, *(prompt.ids or [model.config.start_id])])
         read += len(window)
         results = [""] * len(window)
         # The longest first: what does not fit into memory fails at once.
         order = sorted(range(len(window)), key=lambda i: -len(sources[i]))
         for start in range(0, len(order), settings.batch):
             rows = order[start : start + settings.batch]
-            ids, segments = _padded([sources[i] for i in rows], tokenizer.pad_id, max_source_length)
+            ids, segments = _padded([sources[i] for i in rows], tokenizer.pad_id, max_source_length + len(model.prompt))
             output = decode(model, ids.to(place), segments.to(place), settings, max_length, _batch_seed(seed, batches))
             for i, tokens in zip(rows, output.tokens.tolist(), strict=True):
                 results[i] = tokenizer.decode(tokens)

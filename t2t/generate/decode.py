@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from t2t.config import Generate
 from t2t.models.base import Cache, Model
@@ -206,7 +207,7 @@ def _decoding(model: Model) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.inference_mode():
+        with parametrize.cached(), torch.inference_mode():  # adapted weights are made once
             yield
     finally:
         for module, training in modes:

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from t2t import kernels
+
 Kind = Literal["seq2seq", "causal", "masked"]
 
 
@@ -26,6 +28,22 @@ class Rows(NamedTuple):
     target_types: Tensor | None = None  # [R, T], 1 in the second sentence of a pair
     pair_labels: Tensor | None = None  # [R, most segments], 0: the second sentence follows, 1: not, -100: no segment
     predicted: Tensor | None = None  # [R, P], slots that hold every label of the row; a head may look at these alone
+
+
+class Embedding(nn.Embedding):
+    """Rows of tokens; ``tied``: they make the head too.
+
+    >>> import torch
+    >>> Embedding(4, 2, tied=True)(torch.tensor([3])).shape
+    torch.Size([1, 2])
+    """
+
+    def __init__(self, count: int, width: int, tied: bool) -> None:
+        super().__init__(count, width)
+        self.tied = tied
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return kernels.embedding(ids, self.weight, self.tied)
 
 
 class OneStack:
@@ -69,6 +87,8 @@ class Model(nn.Module):
     config: Any
     fresh: tuple[str, ...] = ()  # parameters that the checkpoint lacked and that started afresh
     stops: tuple[int, ...] = ()  # tokens that end a text besides the end token, as a chat's answers do
+    prompt: range = range(0)  # ids of a soft prompt (`adapters.add_prompt`), which stand before every input
+    adapter: Mapping[str, Any] = {}  # what peft is told of the adapter that is trained on it
 
     @classmethod
     @abstractmethod

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from t2t import kernels
 from t2t.errors import InputError
 from t2t.models.activations import ACTIVATIONS
-from t2t.models.base import Kind, Model, OneStack, Rows
+from t2t.models.base import Embedding, Kind, Model, OneStack, Rows
 
 CHUNK = 1024  # positions whose logits are held at once where they are judged
 
@@ -88,15 +88,14 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.width)
+        self.word_embeddings = Embedding(config.vocab_size, config.width, config.tied)
         self.position_embeddings = nn.Embedding(config.positions, config.width)
         self.token_type_embeddings = nn.Embedding(config.types, config.width)
         self.LayerNorm = nn.LayerNorm(config.width, eps=config.eps)
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         sentence = self.token_type_embeddings.weight[0] if types is None else self.token_type_embeddings(types)
-        words = kernels.embedding(ids, self.word_embeddings.weight, tied=True)
-        return self.LayerNorm(words + self.position_embeddings(positions) + sentence)
+        return self.LayerNorm(self.word_embeddings(ids) + self.position_embeddings(positions) + sentence)
 
 
 class Output(nn.Module):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from t2t import kernels
 from t2t.errors import InputError
 from t2t.models.activations import ACTIVATIONS
-from t2t.models.base import Kind, Model, OneStack, Rows
+from t2t.models.base import Embedding, Kind, Model, OneStack, Rows
 from t2t.models.cache import BeamCache, LayerCache, ending_together
 
 
@@ -238,7 +238,7 @@ class Stack(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.width)
+        self.wte = Embedding(config.vocab_size, config.width, config.tied)
         self.wpe = nn.Embedding(config.positions, config.width)
         self.h = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.width, eps=config.eps)
@@ -251,7 +251,7 @@ class Stack(nn.Module):
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Tokens where they stand."""
-        return kernels.embedding(ids, self.wte.weight, self.config.tied) + self.wpe(positions)
+        return self.wte(ids) + self.wpe(positions)
 
     def biases(self, segments: Tensor, dtype: torch.dtype) -> dict[int, Any]:
         """What each width of window adds to the scores."""

@@ -317,6 +317,12 @@ class Wrapped(Model):
         return self.inner.load_state_dict({**aliases, **state_dict}, strict, assign)
 
     @property
+    def embeddings(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The name of the inner model's input embedding."""
+        rows = self.inner.get_input_embeddings().weight
+        return tuple(name for name, parameter in self.inner.named_parameters() if parameter is rows)
+
+    @property
     def head(self) -> Tensor:
         return (self.inner.get_output_embeddings() or self.inner.get_input_embeddings()).weight
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -74,9 +75,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if path.suffix == ".gguf":
         return huggingface.read_gguf(path)
     file = path / "config.json" if path.is_dir() else path
+    if not file.is_file() and (path / "adapter_config.json").is_file():
+        raise InputError(f"{path}: holds an adapter: give its base model, or what `t2t merge` makes of both")
     if not file.is_file():
         raise InputError(f"{path}: no config.json there")
-    raw = _read_json(file)
+    raw = read_json(file)
     _family(raw)
     return raw
 
@@ -112,7 +115,8 @@ def scratch_config(
     return raw
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -258,8 +262,21 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def digest(folder: Path) -> str:
+    """A digest of a folder's weight files, or of a GGUF file: two are equal when theirs are.
+
+    >>> digest(find("asset:byt5-ro")) == digest(find("asset:byt5-ro"))
+    True
+    """
+    total = hashlib.sha256()
+    for file in [folder] if folder.is_file() else weight_files(folder):
+        with file.open("rb") as stream:
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()[:16]
+
+
 def _shards(index: Path) -> list[str]:
-    where = _read_json(index).get("weight_map")
+    where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise InputError(f"{index}: no weight_map, which names each tensor's file")
     for name in where.values():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from t2t import kernels
 from t2t.errors import InputError
 from t2t.models.activations import ACTIVATIONS
-from t2t.models.base import Kind, Model, Rows
+from t2t.models.base import Embedding, Kind, Model, Rows
 from t2t.models.cache import BeamCache, LayerCache
 
 
@@ -335,7 +335,7 @@ class T5(Model):
     def __init__(self, config: T5Config) -> None:
         super().__init__()
         self.config = config
-        self.shared = nn.Embedding(config.vocab_size, config.d_model)
+        self.shared = Embedding(config.vocab_size, config.d_model, config.tied)
         self.encoder = Stack(config, decoder=False)
         self.decoder = Stack(config, decoder=True)
         if not config.tied:
@@ -371,7 +371,7 @@ class T5(Model):
     ) -> Tensor:
         """What the head multiplies, [R, T, D]. ``target_ids`` are shifted right within each segment."""
         # One look-up for both: the gradient of a look-up is as large as the vocabulary.
-        both = kernels.embedding(torch.cat([source_ids, target_ids], 1), self.shared.weight, self.config.tied)
+        both = self.shared(torch.cat([source_ids, target_ids], 1))
         source, target = both.split([source_ids.shape[1], target_ids.shape[1]], 1)
         memory = self.encoder(source, source_segments)
         return self._scaled(self.decoder(target, target_segments, memory, source_segments))

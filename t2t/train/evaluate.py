@@ -29,7 +29,7 @@ from t2t.data.loader import (
     read_splits,
     tokenized,
 )
-from t2t.data.objectives import Objective
+from t2t.data.objectives import Objective, Prompted
 from t2t.data.tasks import Example
 from t2t.data.tokens import Tokenizer
 from t2t.errors import InputError
@@ -163,6 +163,8 @@ def evaluate(
     metrics.build(names or METRICS)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+    if loaded.model.prompt:
+        learned = Prompted(learned, loaded.model.prompt, loaded.model.kind)
     static = devices.static_shapes(loaded.model.head.device)
     packed = loaded.model.packs
     shape = pick_shape(learned, data, batch, own_config.row_cost, config.run.seed, static, packed)

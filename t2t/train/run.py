@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from t2t import device as devices
@@ -29,11 +30,12 @@ from t2t.config import Config, flat, load, to_toml
 from t2t.data import chat, tokens
 from t2t.data.chat import Chat
 from t2t.data.loader import Loader, Splits, pick_shape, read_splits
-from t2t.data.objectives import CausalPairs, Objective
+from t2t.data.objectives import CausalPairs, Objective, Prompted
 from t2t.data.packing import Batch, RowShape
 from t2t.data.tokens import Tokenizer
 from t2t.errors import InputError, did_you_mean
 from t2t.generate import Settings, save_settings
+from t2t.models import adapters
 from t2t.models import load as models
 from t2t.models.base import Model
 from t2t.optim.build import Optimizer, default_lr, schedule, state_bytes
@@ -42,6 +44,7 @@ from t2t.train import evaluate, trackers
 from t2t.train.signals import StopRequest
 from t2t.train.step import Diverged, Map, StepResult, train_step
 from t2t.train.step import workers as worker_map
+from t2t.train.summary import model_summary
 
 # Keys that may differ between a run and its resumption: where, how fast and what is told, never what is learned.
 # The data's files may move; their content is checked by its fingerprint.
@@ -112,6 +115,7 @@ class Run:
     best: dict[str, float] = dataclasses.field(default_factory=dict)  # {"step", "value"} of the best evaluation
     stale: int = 0  # evaluations since the best one
     owes: bool = False  # a signal came before what was due after this step was logged and evaluated
+    base: str = ""  # digest of the weights that an adapter is trained on
 
     @property
     def last(self) -> int:
@@ -174,11 +178,8 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
         raise InputError(f"model.tokenizer: does not fit the model: it has {sizes}")
     if config.train.metrics and splits.validation is not None and not splits.validation_examples:
         raise InputError("train.metrics: compares generated text with targets, which plain text has none of")
-    longest, positions = int(splits.train.lengths[1].max()), getattr(model.config, "positions", None)
-    if positions is not None and longest > positions:
-        advice = "set data.block, or data.max_source_length and data.max_target_length, lower"
-        raise InputError(f"model.path: has {positions:,} positions, the examples up to {longest:,} tokens: {advice}")
-    _freeze(model, config.model.freeze)
+    adapters.freeze(model, config.model.freeze)
+    _tune(config, model, tokenizer)
     if config.train.gradient_checkpointing:
         for block in model.blocks():
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
@@ -194,22 +195,36 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     total = config.train.steps or max(1, math.ceil(config.train.epochs * loader.steps_per_epoch))
     lr = config.optim.lr
     if lr is None:
-        lr = default_lr(config.optim.name, model.family, from_scratch=not config.model.path)
+        lr = default_lr(config.optim.name, model.family, not config.model.path, config.tune.method)
     optimizer = Optimizer(dict(model.named_parameters()), config.optim, lr, schedule(config.optim, total))
     model.train()
     parts = (config, config.run_dir, device, tokenizer, model, raw, splits, loader, validation, optimizer)
-    return Run(*parts, over=worker_map(workers) if workers > 1 else map, total_steps=total, report=report)
+    base = models.digest(models.find(config.model.path)) if model.adapter else ""
+    over = worker_map(workers) if workers > 1 else map
+    return Run(*parts, over=over, total_steps=total, report=report, base=base)
+
+
+def _tune(config: Config, model: Model, tokenizer: Tokenizer) -> None:
+    """Put the adapter that is to be trained on the model."""
+    tune, seed = config.tune, config.run.seed
+    if tune.method == "lora":
+        adapters.add_lora(model, tune.r, tune.alpha, tune.targets, seed)
+    elif tune.method == "prompt":
+        ids: Sequence[int] = tokenizer.encode(tune.text) if tune.init == "text" else range(tokenizer.vocab_size)
+        if not ids:
+            raise InputError(f"tune.text: {tune.text!r} has no tokens to start from")
+        embedding = model.get_parameter(model.embeddings[0])
+        adapters.add_prompt(model, adapters.prompt_rows(embedding, tune.tokens, tune.init, ids, seed))
 
 
 def _loader(
     config: Config, model: Model, device: torch.device, examples: Objective, workers: int, shuffle: bool = True
 ) -> Loader:
     static, given = devices.static_shapes(device), config.train.micro_rows
+    if model.prompt:
+        examples = Prompted(examples, model.prompt, model.kind)
+    _check_positions(model, examples)
     cost = model.config.row_cost
-    longest, room = max(int(side.max()) for side in examples.lengths), getattr(model.config, "positions", 0)
-    if 0 < room < longest:
-        advice = "lower data.max_source_length, data.max_target_length or data.block"
-        raise InputError(f"data: {longest} tokens do not fit into the model's {room} positions: {advice}")
     shape = pick_shape(examples, config.data, config.train.batch, cost, config.run.seed, static, model.packs)
     return Loader(
         examples,
@@ -224,6 +239,15 @@ def _loader(
         workers=workers,
         packed=model.packs,
     )
+
+
+def _check_positions(model: Model, examples: Objective) -> None:
+    longest = max(int(side.max()) for side in examples.lengths)
+    room = getattr(model.config, "positions", 0)  # 0: any number
+    if 0 < room < longest:
+        own = f", {len(model.prompt)} of them a soft prompt's" if model.prompt else ""
+        advice = "lower data.max_source_length, data.max_target_length or data.block"
+        raise InputError(f"data: an example takes {longest} positions{own}; the model has {room}: {advice}")
 
 
 def _check_nothing_evaluated(config: Config) -> None:
@@ -295,6 +319,7 @@ def summary(run: Run) -> str:
     rows = [
         ("model", f"{config.model.path or config.model.config} ({run.raw['model_type']}, {dtype})"),
         ("parameters", f"{human_count(count)}, {human_count(trained)} trained, {human_bytes(weights)}"),
+        *([("tuned", _tuned(run.model))] if run.model.adapter else []),
         ("data", f"{len(run.splits.train):,} examples, {len(run.splits.validation or ()):,} held out"),
         ("rows", packed),
         ("batch", f"{per_step:,} examples, about {per_step * lengths:,.0f} tokens, {at_once}"),
@@ -304,7 +329,15 @@ def summary(run: Run) -> str:
         ("memory", f"about {human_bytes(memory)}" + (f" of {human_bytes(have)}" if have else "")),
         ("folder", str(run.folder)),
     ]  # fmt: skip
-    return table(rows)
+    plan = table(rows)
+    return plan if trained == count else f"{model_summary(run.model)}\n{plan}"  # where all is trained, one line says it
+
+
+def _tuned(model: Model) -> str:
+    if model.prompt:
+        return f"a soft prompt of {len(model.prompt)} tokens alone"
+    told = model.adapter
+    return f"LoRA alone, r {told['r']}, alpha {told['lora_alpha']:g}, on {', '.join(told['target_modules'])}"
 
 
 def activation_bytes(run: Run) -> int:
@@ -428,11 +461,20 @@ def _max_source_length(run: Run) -> int:
 
 def _save(run: Run) -> None:
     root = run.folder / "checkpoints"
-    frozen = {n: p.detach() for n, p in run.model.named_parameters() if not p.requires_grad}
     kept = {"figures": run.figures, "best": run.best, "stale": run.stale, "owes": run.owes}
     state = {**_fingerprints(run), "window": dataclasses.asdict(run.window), **kept}
-    store.save(root, run.step, {**frozen, **run.optimizer.weights()}, run.optimizer.state(), state)
+    store.save(root, run.step, _weights(run), run.optimizer.state(), state)
     store.prune(root, run.config.checkpoint.keep, {int(run.best["step"])} if run.best else set())
+
+
+def _kept(run: Run) -> dict[str, nn.Parameter]:
+    """The parameters that a checkpoint holds: all, or where an adapter is trained, it alone."""
+    return {n: p for n, p in run.model.named_parameters() if p.requires_grad or not run.model.adapter}
+
+
+def _weights(run: Run) -> dict[str, torch.Tensor]:
+    """What is kept, in the precision that it is trained in."""
+    return {n: p.detach() for n, p in _kept(run).items()} | run.optimizer.weights()
 
 
 def _fingerprints(run: Run) -> dict[str, str | None]:
@@ -441,6 +483,7 @@ def _fingerprints(run: Run) -> dict[str, str | None]:
         "training data": run.loader.fingerprint,
         "validation data": run.validation.fingerprint if run.validation else None,
         "tokenizer": run.tokenizer.fingerprint,
+        **({"base model": run.base} if run.base else {}),
     }
 
 
@@ -470,7 +513,7 @@ def _resume(run: Run) -> None:
 
 @torch.no_grad()
 def _put_weights(run: Run, weights: dict[str, torch.Tensor]) -> None:
-    for name, parameter in run.model.named_parameters():
+    for name, parameter in _kept(run).items():
         parameter.copy_(weights[name])
 
 
@@ -495,17 +538,6 @@ def _check_folder(config: Config) -> None:
         raise InputError(f"{folder}: holds a run with another config; {advice}: {'; '.join(differ)}")
 
 
-def _freeze(model: Model, globs: tuple[str, ...]) -> None:
-    names = [name for name, _ in model.named_parameters()]
-    for glob in globs:
-        hit = fnmatch.filter(names, glob)
-        if not hit:
-            modules = [f"{name}.*" for name, _ in model.named_modules() if name]
-            raise InputError(f"model.freeze: {glob!r} matches no parameter{did_you_mean(glob, [*modules, *names])}")
-        for name in hit:
-            model.get_parameter(name).requires_grad_(False)
-
-
 def _write_crash(run: Run, error: Diverged) -> None:
     """Keep what it takes to see why: the examples with their text, and where they came from."""
     folder = run.folder / "crash" / f"step-{run.step + 1:06d}"
@@ -523,6 +555,8 @@ def _write_crash(run: Run, error: Diverged) -> None:
 def export(run: Run) -> Path:
     """Write ``model/``: a Hugging Face folder of the best weights, or of the last where nothing was evaluated.
 
+    Where an adapter was trained it holds that alone, and names its base.
+
     It is made under a hidden name; a kill at any point leaves the old folder or the new one, and what else it leaves
     the next export removes.
     """
@@ -530,7 +564,10 @@ def export(run: Run) -> Path:
     step, weights = _best_weights(run)
     shutil.rmtree(fresh, ignore_errors=True)
     data, ids = run.config.data, _special_ids(run)
-    models.save({**run.model.state_dict(), **weights}, {**run.raw, **ids}, fresh)  # a model may have buffers to keep
+    if run.model.adapter:
+        adapters.save(run.model, weights, _absolute(run.config.model.path), fresh)
+    else:  # a model may have buffers to keep
+        models.save({**run.model.state_dict(), **weights}, {**run.raw, **ids}, fresh)
     run.tokenizer.save(fresh)
     masked = run.model.kind == "masked"
     if not masked:
@@ -543,8 +580,8 @@ def export(run: Run) -> Path:
         max_source_length=(masked and data.block) or _max_source_length(run),
         max_target_length=data.max_target_length,
         source_transforms=data.source_transforms,
-        template=data.template if isinstance(run.loader.examples, CausalPairs) else "",
-        chat=isinstance(run.loader.examples, Chat),
+        template=data.template if isinstance(run.splits.train, CausalPairs) else "",
+        chat=isinstance(run.splits.train, Chat),
         generate=run.config.generate,
     )
     save_settings(fresh, settings)
@@ -555,6 +592,12 @@ def export(run: Run) -> Path:
     shutil.rmtree(old, ignore_errors=True)
     run.report(f"model of step {step:,}: {folder}")
     return folder
+
+
+def _absolute(path: str) -> str:
+    """A model's folder as any process finds it; a hub name stays."""
+    here = path.startswith("asset:") or Path(path).is_dir()
+    return str(models.find(path).resolve()) if here else path
 
 
 def _special_ids(run: Run) -> dict[str, int]:
@@ -585,4 +628,4 @@ def _best_weights(run: Run) -> tuple[int, dict[str, torch.Tensor]]:
             return best, dict(store.tensors(run.folder / "checkpoints" / f"step-{best:06d}", "model"))
         except store.CorruptCheckpoint as error:
             run.report(f"the best checkpoint cannot be read, so the last weights are taken: {error}")
-    return run.step, {**dict(run.model.named_parameters()), **run.optimizer.weights()}
+    return run.step, _weights(run)
