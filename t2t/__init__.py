@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_LAZY = {"Config": "t2t.config", "InputError": "t2t.errors", "load": "t2t.generate"}
-__all__ = ["Config", "InputError", "load", "train"]
+_LAZY = {
+    "Config": "t2t.config",
+    "InputError": "t2t.errors",
+    "Trainer": "t2t.trainer",
+    "TrainerArguments": "t2t.trainer",
+    "load": "t2t.generate",
+}
+__all__ = ["Config", "InputError", "Trainer", "TrainerArguments", "load", "train"]
 
 if TYPE_CHECKING:
     from t2t.config import Config
     from t2t.errors import InputError
     from t2t.generate import load
     from t2t.train.run import train
+    from t2t.trainer import Trainer, TrainerArguments
 
 
 def __getattr__(name: str) -> Any:

@@ -56,6 +56,8 @@ class Model:
     )
     tokenizer: str = opt("", 'empty: the model\'s own; "bytes"; a tokenizer folder or name; a SentencePiece file')
     dropout: float | None = opt(None, "dropout rate; unset: as the model's config says")
+    new_tokens: tuple[str, ...] = opt((), "tokens added to the vocabulary, each beginning as the mean of the old ones")
+    vocab_size: int = opt(0, "embedding and head rows, never fewer than there are; 0: as many as the tokens need")
     freeze: tuple[str, ...] = opt((), "what stays as it is: encoder, decoder, embeddings, or name globs: shared.*")
 
 
@@ -127,10 +129,11 @@ class Train:
     batch: int = opt(32, "examples in one optimizer step, over all ranks")
     micro_rows: int | Literal["auto"] = opt("auto", "packed rows computed at once: memory and speed, never the result")
     precision: Literal["auto", "fp32", "mixed"] = opt("auto", "auto: mixed on a GPU, fp32 on a CPU")
+    torch_ort: bool = opt(False, "run the forward pass in ONNX Runtime by the package torch-ort")
     gradient_checkpointing: bool = opt(False, "recompute activations in backward: less memory, a third more time")
     label_smoothing: float = opt(0.0, "share of probability spread over the vocabulary")
-    log_every: int = opt(10, "steps between log lines")
-    evaluate_every: int = opt(0, "steps between evaluations; 0: once, at the end")
+    log_every: int | Literal["epoch"] = opt(10, 'steps between log lines, or "epoch"')
+    evaluate_every: int | Literal["epoch"] = opt(0, 'steps between evaluations, or "epoch"; 0: once, at the end')
     metrics: tuple[str, ...] = opt((), "text metrics computed with generation at evaluations: bleu, chrf, rouge, ...")
     best: str = opt("loss", "figure that decides which checkpoint is best")
     patience: int = opt(0, "stop after so many evaluations without a better figure; 0: never")
@@ -173,7 +176,9 @@ class Tune:
 class Checkpoint:
     """Saving, so that no run is lost."""
 
-    every: int = opt(500, "steps between checkpoints; 0: only at the end and on a signal")
+    every: int | Literal["epoch"] = opt(
+        500, 'steps between checkpoints, or "epoch"; 0: only at the end and on a signal'
+    )
     keep: int = opt(2, "newest checkpoints kept, besides the best")
     resume: bool = opt(True, "go on from the newest checkpoint that verifies; false: refuse a folder that has one")
 
@@ -255,32 +260,37 @@ def load(
     overrides: Mapping[str, str | list[str]] | None = None,
     base: Config | None = None,
     validate: bool = True,
+    values: Mapping[str, tuple[Any, str]] | None = None,
 ) -> Config:
     """Read a TOML file (or a recipe's name) and overrides (dotted key to text or texts), and validate the whole.
+
+    ``values`` are for callers in Python: dotted key to a typed value and the name that messages are to give it.
 
     >>> load(overrides={"train.bach": "8"})
     Traceback (most recent call last):
     t2t.errors.InputError: --train.bach: unknown key (did you mean train.batch?)
     """
     known = {key.name: key for key in keys()}
-    values: dict[str, dict[str, Any]] = {s.name: {} for s in dataclasses.fields(Config)}
+    given: dict[str, dict[str, Any]] = {s.name: {} for s in dataclasses.fields(Config)}
     origin: dict[str, str] = {}
 
     def put(name: str, raw: Any, where: str, text: bool) -> None:
         if name not in known:
             raise InputError(f"{where}: unknown key{did_you_mean(name, known)}")
         section, _, leaf = name.partition(".")
-        values[section][leaf] = _convert(raw, known[name].type, where, text)
+        given[section][leaf] = _convert(raw, known[name].type, where, text)
         origin[name] = where
 
     if path is not None:
         file = find_recipe(path)
         for name, raw in _flatten(_read_toml(file), file):
             put(name, raw, f"{file}: {name}", text=False)
+    for name, (raw, where) in (values or {}).items():
+        put(name, raw, where, text=False)
     for name, raw in (overrides or {}).items():
         put(name, raw, f"--{name}", text=True)
     start = base or Config()
-    config = Config(**{name: dataclasses.replace(getattr(start, name), **given) for name, given in values.items()})
+    config = Config(**{name: dataclasses.replace(getattr(start, name), **part) for name, part in given.items()})
     if validate:
         _validate(config, origin)
     return config
@@ -421,6 +431,7 @@ _FIGURES = {"rouge": ("rouge1", "rouge2", "rougeL")}  # metrics that give figure
 _RANGES: dict[str, tuple[Any, str]] = {
     "run.seed": (lambda v: 0 <= v < 2**63, "0 or more and below 2**63"),
     "run.threads": (lambda v: v >= 0, "0 or more"),
+    "model.vocab_size": (lambda v: v >= 0, "0 or more"),
     "model.dropout": (lambda v: v is None or 0 <= v < 1, "at least 0 and below 1"),
     "data.validation_split": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
     "data.piece": (lambda v: v == 0 or v >= 8, "0, or 8 or more"),
@@ -440,8 +451,8 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "train.batch": (lambda v: v >= 1, "1 or more"),
     "train.micro_rows": (lambda v: v == "auto" or v >= 1, '1 or more, or "auto"'),
     "train.label_smoothing": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
-    "train.log_every": (lambda v: v >= 1, "1 or more"),
-    "train.evaluate_every": (lambda v: v >= 0, "0 or more"),
+    "train.log_every": (lambda v: v == "epoch" or v >= 1, '1 or more, or "epoch"'),
+    "train.evaluate_every": (lambda v: v == "epoch" or v >= 0, '0 or more, or "epoch"'),
     "train.patience": (lambda v: v >= 0, "0 or more"),
     "tune.tokens": (lambda v: v >= 1, "1 or more"),
     "tune.r": (lambda v: v >= 1, "1 or more"),
@@ -454,7 +465,7 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "optim.beta1": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
     "optim.beta2": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
     "optim.eps": (lambda v: v > 0, "above 0"),
-    "checkpoint.every": (lambda v: v >= 0, "0 or more"),
+    "checkpoint.every": (lambda v: v == "epoch" or v >= 0, '0 or more, or "epoch"'),
     "checkpoint.keep": (lambda v: v >= 1, "1 or more"),
     "generate.beams": (lambda v: v >= 1, "1 or more"),
     "generate.max_length": (lambda v: v >= 0, "0 or more"),

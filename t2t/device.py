@@ -95,6 +95,33 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if mixed else torch.float32
 
 
+def use_torch_ort(model: torch.nn.Module) -> None:
+    """Let ONNX Runtime compute the forward pass, where the package torch-ort is installed.
+
+    >>> use_torch_ort(torch.nn.Linear(2, 2))
+    Traceback (most recent call last):
+    t2t.errors.InputError: train.torch_ort: the package torch-ort is not installed; torch.compile is its successor
+    """
+    try:
+        from torch_ort import ORTModule
+    except ImportError:
+        raise InputError(
+            "train.torch_ort: the package torch-ort is not installed; torch.compile is its successor"
+        ) from None
+
+    class Forward(torch.nn.Module):
+        """The forward pass as the model's class has it: the model's own is to call ONNX Runtime."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+            return type(model).forward(model, *inputs)
+
+    model.forward = ORTModule(Forward()).forward
+
+
 def peak_memory(device: torch.device) -> int:
     """Most bytes used so far: of the process on a CPU, of tensors on an accelerator.
 

@@ -158,6 +158,27 @@ def _continues(pieces: Sequence[str]) -> np.ndarray | None:
     return None
 
 
+def extended(tokenizer: Tokenizer, new: Sequence[str]) -> Tokenizer:
+    """The tokenizer with more tokens, which are matched as they are written and stay in decoded text.
+
+    >>> extended(Bytes(), ["<person>"])
+    Traceback (most recent call last):
+    t2t.errors.InputError: model.new_tokens: a tokenizer of bytes takes no new tokens
+    """
+    if not new:
+        return tokenizer
+    if not isinstance(tokenizer, HuggingFace):
+        raise InputError("model.new_tokens: a tokenizer of bytes takes no new tokens")
+    from tokenizers import AddedToken
+
+    known = set(tokenizer.inner.get_vocab())
+    for i, token in enumerate(new):
+        if not token or token in known or token in new[:i]:
+            raise InputError(f"model.new_tokens: {token!r} is {'a token already' if token else 'no token'}")
+    tokenizer.inner.add_tokens([AddedToken(token, normalized=False) for token in new])
+    return HuggingFace(tokenizer.inner, "model.new_tokens")
+
+
 def load(spec: str) -> Tokenizer:
     """The tokenizer that ``spec`` names: ``bytes``, a SentencePiece or GGUF file, a tokenizer folder, or a hub name.
 

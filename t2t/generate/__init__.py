@@ -92,13 +92,12 @@ class Loaded:
         known = self.settings
         settings = dataclasses.replace(known, generate=_replaced(known.generate, overrides, "generate."))
         _check_ranges(settings)
-        functions = [tasks.transform(spec, "source_transforms") for spec in known.source_transforms]
+        sources = self._inputs(texts)
         lengths = known.max_source_length, known.max_target_length
-        sources = (reduce(lambda t, function: function(t), functions, x) if isinstance(x, str) else x for x in texts)
         outputs = batching.texts(
             self.model,
             self.tokenizer,
-            self._prompts(sources) if known.chat else map(_only_text, sources),
+            sources,
             settings.generate,
             *lengths,
             known.prefix,
@@ -107,6 +106,31 @@ class Loaded:
             template=known.template,
         )
         return map(str.strip, outputs) if known.chat else outputs
+
+    def generate_diverse(
+        self, text: str | Messages, beams: int, groups: int, diversity_penalty: float, max_length: int = 0
+    ) -> list[str]:
+        """Texts that differ for one input, by diverse beam search: each group's best first, then their second best."""
+        known = self.settings
+        (source,) = self._inputs([text])
+        lengths = known.max_source_length, max_length or known.generate.max_length or known.max_target_length
+        return batching.diverse_texts(
+            self.model,
+            self.tokenizer,
+            source,
+            *lengths,
+            beams=beams,
+            groups=groups,
+            diversity_penalty=diversity_penalty,
+            prefix=known.prefix,
+            template=known.template,
+        )
+
+    def _inputs(self, texts: Iterable[str | Messages]) -> Iterator[str | Prompt]:
+        """What the model reads of texts, transformed as in training, or of conversations."""
+        functions = [tasks.transform(spec, "source_transforms") for spec in self.settings.source_transforms]
+        sources = (reduce(lambda t, function: function(t), functions, x) if isinstance(x, str) else x for x in texts)
+        return self._prompts(sources) if self.settings.chat else map(_only_text, sources)
 
     def _prompts(self, inputs: Iterable[str | Messages]) -> Iterator[Prompt]:
         """What to answer: a text is one message of the user."""

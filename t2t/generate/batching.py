@@ -13,7 +13,7 @@ from t2t.config import Generate
 from t2t.data.chat import Prompt
 from t2t.data.tasks import join
 from t2t.data.tokens import Tokenizer
-from t2t.generate.decode import decode
+from t2t.generate.decode import decode, diverse
 from t2t.models.base import Model
 
 BATCHES = 16  # in a window: enough for batches of like lengths, and no more for a pipe's reader to wait for
@@ -53,7 +53,7 @@ def texts(
         for number, prompt in enumerate(_encoded(model, tokenizer, window, max_source_length, prefix, template), read):
             if prompt.cut and on_cut is not None:
                 on_cut(number)
-            sources.append([*model.prompt, *(prompt.ids or [model.config.start_id])])
+            sources.append(prompt.ids)
         read += len(window)
         results = [""] * len(window)
         # The longest first: what does not fit into memory fails at once.
@@ -68,20 +68,48 @@ def texts(
         yield from results
 
 
+def diverse_texts(
+    model: Model,
+    tokenizer: Tokenizer,
+    text: str | Prompt,
+    max_source_length: int,
+    max_length: int,
+    beams: int,
+    groups: int,
+    diversity_penalty: float,
+    prefix: str = "",
+    template: str = "",
+) -> list[str]:
+    """Texts that differ for one input (`decode.diverse`), each group's best first, then their second best and so on.
+
+    >>> from t2t.data.tokens import Bytes
+    >>> from t2t.models.t5 import T5, T5Config
+    >>> model = T5(T5Config(vocab_size=384, d_model=8, num_layers=1, num_decoder_layers=1))
+    >>> found = diverse_texts(model, Bytes(), "unu", 16, max_length=4, beams=4, groups=2, diversity_penalty=0.5)
+    >>> len(found) == len(set(found)) <= 4
+    True
+    """
+    (prompt,) = _encoded(model, tokenizer, [text], max_source_length, prefix, template)
+    ids = torch.tensor([prompt.ids], device=model.head.device)
+    found = diverse(model, ids, torch.ones_like(ids), max_length, beams, groups, diversity_penalty).tokens[0]
+    in_turn = found.unflatten(0, (groups, -1)).transpose(0, 1).flatten(0, 1)
+    return list(dict.fromkeys(tokenizer.decode(tokens) for tokens in in_turn.tolist()))
+
+
 def _encoded(
     model: Model, tokenizer: Tokenizer, window: Sequence[str | Prompt], longest: int, prefix: str, template: str
 ) -> Iterator[Prompt]:
+    """What the model reads of every input, behind a soft prompt where it has one."""
     end = [] if model.kind == "causal" else [tokenizer.eos_id]
     texts = [prefix + text for text in window if isinstance(text, str)]
     if model.kind == "causal":
         texts = [_prompt(template, text) for text in texts]
-    encoded = iter(tokenizer.encode_batch(texts) if texts else ())
+    encoded = iter(tokenizer.encode_batch(texts))
     for item in window:
         if isinstance(item, str):
             ids = next(encoded)
-            yield Prompt([*ids[: longest - len(end)], *end], cut=len(ids) + len(end) > longest)
-        else:
-            yield item
+            item = Prompt([*ids[: longest - len(end)], *end], cut=len(ids) + len(end) > longest)
+        yield Prompt([*model.prompt, *(item.ids or [model.config.start_id])], item.cut)
 
 
 def _prompt(template: str, source: str) -> str:

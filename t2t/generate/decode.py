@@ -1,4 +1,4 @@
-"""From source ids to target ids, token by token on a preallocated cache: greedy, sampling, beam search.
+"""From source ids to target ids, token by token on a preallocated cache: greedy, sampling, beams, diverse beams.
 
 Shapes never depend on data, and all state stays on the device: the host looks once a window of tokens whether every
 row has ended. The cache is used up to the end of the window, so that early tokens do not pay for late ones.
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from t2t.config import Generate
+from t2t.errors import InputError
 from t2t.models.base import Cache, Model
 
 WINDOW = 16
@@ -129,43 +130,123 @@ def beam(
     >>> tokens.shape, scores.shape
     (torch.Size([1, 4]), torch.Size([1]))
     """
+    tokens, scores = _search(model, source_ids, source_segments, max_length, beams, 1, 0.0, length_penalty, keep=1)
+    return Output(tokens[:, 0], scores[:, 0])
+
+
+def diverse(
+    model: Model,
+    source_ids: Tensor,
+    source_segments: Tensor,
+    max_length: int,
+    beams: int,
+    groups: int,
+    diversity_penalty: float,
+    length_penalty: float = 1.0,
+) -> Output:
+    """Diverse beam search (arXiv 1610.02424): tokens [R, K, T] and scores [R, K], group by group, best first in each.
+
+    The beams are shared out among groups that search one after the other at every position. A token costs a group
+    ``diversity_penalty`` for every beam of an earlier group that has just chosen it (Hamming diversity), and scores
+    keep what was paid. A group that is done chooses no more.
+
+    >>> from t2t.models.t5 import T5, T5Config
+    >>> model = T5(T5Config(vocab_size=16, d_model=8, num_layers=1, num_decoder_layers=1))
+    >>> source = torch.tensor([[5, 6, 1]])
+    >>> diverse(model, source, torch.ones_like(source), 4, beams=6, groups=3, diversity_penalty=0.5).tokens.shape
+    torch.Size([1, 6, 4])
+    """
+    keep = beams // groups
+    search = beams, groups, diversity_penalty, length_penalty, keep
+    return Output(*_search(model, source_ids, source_segments, max_length, *search))
+
+
+def _search(
+    model: Model,
+    source_ids: Tensor,
+    source_segments: Tensor,
+    max_length: int,
+    beams: int,
+    groups: int,
+    diversity_penalty: float,
+    length_penalty: float,
+    keep: int,
+) -> tuple[Tensor, Tensor]:
+    """The ``keep`` best sequences of every group of beams, [R, groups * keep, T], and their scores."""
     config, device, rows = model.config, source_ids.device, len(source_ids)
-    running = torch.full((rows, beams, max_length + 1), config.pad_id, device=device)
-    running[:, :, 0] = model.first(source_ids, source_segments)[:, None]
-    # All beams begin alike: only the first may propose.
-    scores = torch.full((rows, beams), NEVER, device=device)
-    scores[:, 0] = 0
-    ended_scores = torch.full((rows, beams), NEVER, device=device)
-    best = running[:, 0]
-    done = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+    if beams % groups:
+        raise InputError(f"generate: {beams} beams cannot be shared out among {groups} groups")
+    size = beams // groups
+    first = model.first(source_ids, source_segments)
+    done = torch.zeros(rows, groups, dtype=torch.bool, device=device)
+    parts = [_Group(first, size, keep, max_length, config.pad_id, done[:, g : g + 1]) for g in range(groups)]
     row_starts = torch.arange(0, rows * beams, beams, device=device)[:, None]
-    among_best = torch.arange(2 * beams, device=device) < beams
 
     with _decoding(model):
         cache = model.start(source_ids, source_segments, max_length, copies=beams)
         for _ in _steps(cache, max_length, done):
-            last = running.index_select(2, cache.position).flatten()
+            last = torch.cat([part.running.index_select(2, cache.position) for part in parts], 1).flatten()
             log_probs = model.decode(last, cache).float().log_softmax(-1).unflatten(0, (rows, beams))
-            length = cache.position
-            penalty = length.float() ** length_penalty
+            taken = torch.zeros_like(log_probs[:, :1])
+            origins = []
+            for g, part in enumerate(parts):
+                begin = g * size
+                running = ~part.done
+                parents, tokens = part.advance(
+                    log_probs[:, begin : begin + size] - taken, cache.position, model.ends, length_penalty
+                )
+                origins.append(row_starts + begin + parents)
+                if groups > 1:
+                    cost = (diversity_penalty * running).expand_as(tokens)
+                    taken = taken.scatter_add(2, tokens[:, None], cost[:, None])
+            cache.reorder(torch.cat(origins, 1).flatten())
+    tokens, scores = (torch.cat(side, 1) for side in ([p.ended for p in parts], [p.ended_scores for p in parts]))
+    return tokens[:, :, 1:], scores
 
-            # One end token a beam at most: among twice as many candidates there are enough to run on.
-            proposed, index = (scores[:, :, None] + log_probs).flatten(1).topk(2 * beams)
-            parents, tokens = index // log_probs.shape[-1], index % log_probs.shape[-1]
-            ends = model.ends(tokens) | (length == max_length)
 
-            now_ended = torch.where(ends & among_best & ~done, proposed / penalty, NEVER)
-            value, which = now_ended.max(1, keepdim=True)
-            candidate = _extended(running, parents.gather(1, which), tokens.gather(1, which), length)[:, 0]
-            best = torch.where(value > ended_scores[:, :1], candidate, best)
-            ended_scores = torch.cat((ended_scores, now_ended), 1).topk(beams).values
+class _Group:
+    """Beams of each row that are searched together: those that run, and the best of those that have ended."""
 
-            scores, kept = proposed.masked_fill(ends, NEVER).topk(beams)
-            parents, tokens = parents.gather(1, kept), tokens.gather(1, kept)
-            running = _extended(running, parents, tokens, length)
-            cache.reorder((row_starts + parents).flatten())
-            done |= scores[:, :1] / penalty <= ended_scores[:, -1:]
-    return Output(best[:, 1:], ended_scores[:, 0])
+    def __init__(self, first: Tensor, beams: int, keep: int, max_length: int, pad_id: int, done: Tensor) -> None:
+        rows, device = len(first), first.device
+        self.beams, self.keep, self.max_length, self.done = beams, keep, max_length, done
+        self.running = torch.full((rows, beams, max_length + 1), pad_id, device=device)
+        self.running[:, :, 0] = first[:, None]
+        # All beams begin alike: only the first may propose.
+        self.scores = torch.full((rows, beams), NEVER, device=device)
+        self.scores[:, 0] = 0
+        self.ended, self.all_ended_scores = self.running[:, :keep], torch.full((rows, beams), NEVER, device=device)
+        self.among_best = torch.arange(2 * beams, device=device) < beams
+
+    @property
+    def ended_scores(self) -> Tensor:
+        """Scores [R, keep] of the sequences that are kept."""
+        return self.all_ended_scores[:, : self.keep]
+
+    def advance(
+        self, log_probs: Tensor, length: Tensor, ends: Callable[[Tensor], Tensor], length_penalty: float
+    ) -> tuple[Tensor, Tensor]:
+        """Go on by one token, given [R, K, V]; gives back which beams went on, and with which tokens, [R, K]."""
+        penalty = length.float() ** length_penalty
+        # One end token a beam at most: among twice as many candidates there are enough to run on.
+        proposed, index = (self.scores[:, :, None] + log_probs).flatten(1).topk(2 * self.beams)
+        parents, tokens = index // log_probs.shape[-1], index % log_probs.shape[-1]
+        last = ends(tokens) | (length == self.max_length)
+
+        now_ended = torch.where(last & self.among_best & ~self.done, proposed / penalty, NEVER)
+        self.all_ended_scores, which = torch.cat((self.all_ended_scores, now_ended), 1).topk(self.beams)
+        # The best are in order: what is kept comes from what was kept, or has ended just now.
+        which = which[:, : self.keep]
+        new = (which - self.beams).clamp(min=0)
+        candidates = _extended(self.running, parents.gather(1, new), tokens.gather(1, new), length)
+        kept = _taken(self.ended, which.clamp(max=self.keep - 1))
+        self.ended = torch.where((which >= self.beams)[:, :, None], candidates, kept)
+
+        self.scores, going = proposed.masked_fill(last, NEVER).topk(self.beams)
+        parents, tokens = parents.gather(1, going), tokens.gather(1, going)
+        self.running = _extended(self.running, parents, tokens, length)
+        self.done |= self.scores[:, :1] / penalty <= self.all_ended_scores[:, -1:]
+        return parents, tokens
 
 
 def _one_by_one(
@@ -197,8 +278,12 @@ def _steps(cache: Cache, max_length: int, done: Tensor) -> Iterator[int]:
 
 def _extended(sequences: Tensor, parents: Tensor, tokens: Tensor, position: Tensor) -> Tensor:
     """Of sequences [R, K, T], those at ``parents`` [R, N], with ``tokens`` [R, N] at one position."""
-    index = parents[:, :, None].expand(-1, -1, sequences.shape[2])
-    return sequences.gather(1, index).index_copy_(2, position, tokens[:, :, None])
+    return _taken(sequences, parents).index_copy_(2, position, tokens[:, :, None])
+
+
+def _taken(sequences: Tensor, which: Tensor) -> Tensor:
+    """Of sequences [R, K, T], those at ``which`` [R, N]."""
+    return sequences.gather(1, which[:, :, None].expand(-1, -1, sequences.shape[2]))
 
 
 @contextmanager

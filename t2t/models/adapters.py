@@ -87,6 +87,15 @@ def freeze(model: Model, names: Sequence[str]) -> None:
             parameters[each].requires_grad_(False)
 
 
+def parts(model: Model | type[Model]) -> Mapping[str, tuple[str, ...]]:
+    """The groups that a model can be frozen by, and the globs of each.
+
+    >>> list(parts(models.NATIVE["gpt2"]))
+    ['decoder', 'embeddings']
+    """
+    return GROUPS.get(model.family) or GROUPS[model.kind]
+
+
 def group(model: Model, name: str) -> list[str]:
     """The parameters of a model's encoder, decoder or embeddings.
 
@@ -94,10 +103,9 @@ def group(model: Model, name: str) -> list[str]:
     >>> group(model, "embeddings")
     ['transformer.wte.weight', 'transformer.wpe.weight']
     """
-    groups = GROUPS.get(model.family) or GROUPS[model.kind]
 
     def found(part: str) -> list[str]:
-        globs = groups.get(part, ())
+        globs = parts(model).get(part, ())
         return [p for p, _ in model.named_parameters() if any(fnmatch.fnmatchcase(p, glob) for glob in globs)]
 
     outside = () if name == "embeddings" else found("embeddings")

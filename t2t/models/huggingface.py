@@ -326,6 +326,12 @@ class Wrapped(Model):
     def head(self) -> Tensor:
         return (self.inner.get_output_embeddings() or self.inner.get_input_embeddings()).weight
 
+    def resize(self, rows: int) -> list[Tensor]:
+        """Give embedding and head so many rows, new ones of any content; gives back both, or the one that is both."""
+        self.inner.resize_token_embeddings(rows, mean_resizing=False)
+        ends = self.inner.get_input_embeddings(), self.inner.get_output_embeddings()
+        return list({id(end.weight): end.weight for end in ends if end is not None}.values())
+
     def blocks(self) -> list[nn.Module]:
         from transformers.modeling_layers import GradientCheckpointingLayer
 

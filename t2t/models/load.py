@@ -199,6 +199,41 @@ def load(
     return model, raw
 
 
+def grow(model: Model, raw: dict[str, Any], vocab_size: int, fresh: range) -> None:
+    """Give embedding and head ``vocab_size`` rows; new ones, and those in ``fresh``, are the mean of what is before.
+
+    ``fresh`` are the ids of new tokens: a checkpoint often has more rows than its tokenizer tokens.
+
+    >>> raw = {"model_type": "t5", "vocab_size": 16, "d_model": 8, "num_layers": 1}
+    >>> model = create(raw, seed=0)
+    >>> grow(model, raw, vocab_size=24, fresh=range(14, 17))
+    >>> model.shared.weight.shape, raw["vocab_size"]
+    (torch.Size([24, 8]), 24)
+    """
+    have = model.config.vocab_size
+    tables = model.resize(vocab_size) if isinstance(model, Wrapped) else _resized(model, vocab_size)
+    with torch.no_grad():
+        for table in tables:
+            mean = table[: fresh.start].float().mean(0).to(table.dtype)
+            table[have:] = mean
+            table[fresh.start : fresh.stop] = mean
+    model.config = dataclasses.replace(model.config, vocab_size=vocab_size)
+    raw["vocab_size"] = vocab_size
+
+
+def _resized(model: Model, rows: int) -> list[Tensor]:
+    """Embedding, head and the head's bias with so many rows, new ones of any content."""
+    tables: list[Tensor] = []
+    for name, parameter in list(model.named_parameters()):
+        if name in (model.embeddings[0], model.output, "cls.predictions.bias"):
+            table = torch.nn.Parameter(parameter.new_empty(rows, *parameter.shape[1:]), parameter.requires_grad)
+            table.data[: len(parameter)] = parameter.detach()
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, table)
+            tables.append(table)
+    return tables
+
+
 def save(weights: Mapping[str, Tensor], raw: Mapping[str, Any], folder: Path, dtype: torch.dtype | None = None) -> None:
     """Write a Hugging Face folder's ``config.json`` and safetensors (in shards with an index, when large).
 

@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -128,6 +128,11 @@ class Run:
         patience = self.config.train.patience
         return self.step >= self.last or 0 < patience <= self.stale
 
+    def due(self, every: int | Literal["epoch"]) -> bool:
+        """Whether the present step is the last, or one after which something is done every so many steps."""
+        steps = self.loader.steps_per_epoch if every == "epoch" else every
+        return self.step == self.last or (steps > 0 and self.step % steps == 0)
+
 
 def train(config: Config, report: Callable[[str], None] = print) -> dict[str, float]:
     """Train as the config says, or go on where the run's folder left off; gives back the last figures.
@@ -173,13 +178,10 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
         report(f"note: the weights lack {', '.join(model.fresh[:3])} ({len(model.fresh)} in all): these start afresh")
     if isinstance(splits.train, Chat):
         model.stops = (splits.train.end_id,)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        sizes = f"{tokenizer.vocab_size:,} tokens, the model {model.config.vocab_size:,}"
-        raise InputError(f"model.tokenizer: does not fit the model: it has {sizes}")
     if config.train.metrics and splits.validation is not None and not splits.validation_examples:
         raise InputError("train.metrics: compares generated text with targets, which plain text has none of")
-    adapters.freeze(model, config.model.freeze)
-    _tune(config, model, tokenizer)
+    if config.train.torch_ort:
+        devices.use_torch_ort(model)
     if config.train.gradient_checkpointing:
         for block in model.blocks():
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
@@ -266,11 +268,10 @@ def _auto_micro_rows(shape: RowShape, device: torch.device) -> int:
 
 def load_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer that the config names, or the model folder's own."""
-    if config.model.tokenizer:
-        return tokens.load(config.model.tokenizer)
-    if not config.model.path:
+    if not config.model.path and not config.model.tokenizer:
         raise InputError('model.tokenizer: training from scratch needs one: "bytes", a folder, a SentencePiece file')
-    return tokens.load(str(models.find(config.model.path)))
+    tokenizer = tokens.load(config.model.tokenizer or str(models.find(config.model.path)))
+    return tokens.extended(tokenizer, config.model.new_tokens)
 
 
 def _read_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -284,13 +285,30 @@ def _read_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 def load_model(
     config: Config, device: torch.device, dtype: torch.dtype, tokenizer: Tokenizer
 ) -> tuple[Model, dict[str, Any]]:
-    """The model to start from, and its Hugging Face config."""
+    """The model to start from, with rows for all tokens, frozen parts and adapter, and its Hugging Face config."""
     if config.model.path:
         model, raw = models.load(models.find(config.model.path), device, dtype, config.model.dropout)
     else:
         raw = _read_config(config, tokenizer)
         model = models.create(raw, config.run.seed, config.model.dropout, device, dtype)
+    _grow(model, raw, config, tokenizer)
+    adapters.freeze(model, config.model.freeze)
+    _tune(config, model, tokenizer)
     return model, raw
+
+
+def _grow(model: Model, raw: dict[str, Any], config: Config, tokenizer: Tokenizer) -> None:
+    """Rows for new tokens, in eights as kernels like them, or as many as are asked for."""
+    have, wanted, new = model.config.vocab_size, config.model.vocab_size, config.model.new_tokens
+    needed = tokenizer.vocab_size
+    rows = wanted or (max(have, -(-needed // 8) * 8) if new else have)
+    if rows < have:
+        raise InputError(f"model.vocab_size: the model has {have:,} rows already, and none are taken away")
+    if needed > rows:
+        sizes = f"{needed:,} tokens, the model {rows:,}"
+        raise InputError(f"model.tokenizer: does not fit the model: it has {sizes} (model.vocab_size can add rows)")
+    if new or rows > have:
+        models.grow(model, raw, rows, range(min(have, needed - len(new)), needed))
 
 
 def summary(run: Run) -> str:
@@ -370,7 +388,7 @@ def _loop(run: Run) -> dict[str, float]:
             seen = run.window.figures()
             progress.update(run.step, loss=seen["loss"], **{"tokens/s": seen["tokens_per_s"]})
             _conclude(run, stop, tracker, progress)
-            if run.ended or run.best.get("step") == run.step or _due(run.step, config.checkpoint.every, run.last):
+            if run.ended or run.best.get("step") == run.step or run.due(config.checkpoint.every):
                 _save(run)
     if stop.requested:
         _save(run)
@@ -411,7 +429,7 @@ def _conclude(run: Run, stop: StopRequest, tracker: trackers.Tracker, progress: 
     config = run.config
     figures: dict[str, float] = {}
     run.owes = False
-    if run.validation and _due(run.step, config.train.evaluate_every, run.last):
+    if run.validation and run.due(config.train.evaluate_every):
         try:
             held_out = _evaluate(run, lambda: bool(stop.requested))
         except evaluate.Stopped:
@@ -419,16 +437,12 @@ def _conclude(run: Run, stop: StopRequest, tracker: trackers.Tracker, progress: 
             return
         progress.line("  ".join([f"step {run.step}: held out:", *(f"{k} {v:.4f}" for k, v in held_out.items())]))
         figures = {f"validation_{name}": value for name, value in held_out.items()}
-    if run.step % config.train.log_every == 0 or run.ended:
+    if run.due(config.train.log_every) or run.ended:
         figures = {**run.window.figures(), **figures}
         run.window = Window()
     if figures:
         tracker.log(run.step, figures)
         run.figures |= figures
-
-
-def _due(step: int, every: int, last: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)
 
 
 def _evaluate(run: Run, stopped: Callable[[], bool]) -> dict[str, float]:

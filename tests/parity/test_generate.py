@@ -1,7 +1,9 @@
-"""Greedy and beam tokens are those of `transformers`, for every kind of T5."""
+"""Greedy and beam tokens are those of `transformers`, for every kind of T5; those of diverse beams, which it no longer
+has, are those of the paper written out."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import transformers
 from torch import Tensor
 
 from t2t.config import Generate
-from t2t.generate.decode import decode
+from t2t.errors import InputError
+from t2t.generate.decode import beam, decode, diverse
 from t2t.models import load
 from t2t.models.t5 import T5
 
@@ -100,3 +103,71 @@ def test_tokens_and_scores_are_those_of_transformers(pair: tuple[T5, Any], name:
     # The comparison says little about outputs that are all alike.
     assert len(set(map(tuple, expected))) > 8
     assert len(set(map(len, expected))) > 3
+
+
+class Group:
+    """A group of the written-out search: (score, tokens) of what runs and of what has ended, best first."""
+
+    def __init__(self) -> None:
+        self.running: list[tuple[float, list[int]]] = [(0.0, [])]
+        self.ended: list[tuple[float, list[int]]] = []
+        self.done = False
+
+
+def written_out(peer: Any, source: Tensor, beams: int, groups: int, penalty: float, length: int) -> list[Group]:
+    """Diverse beam search of one source, without batches, caches or tensors of its own."""
+    size = beams // groups
+    parts = [Group() for _ in range(groups)]
+    memory = peer.get_encoder()(source[None])
+    for position in range(1, length + 1):
+        chosen: Counter[int] = Counter()
+        for group in parts:
+            if group.done:
+                continue
+            candidates = []
+            for score, tokens in group.running:
+                with torch.no_grad():
+                    logits = peer(encoder_outputs=memory, decoder_input_ids=torch.tensor([[0, *tokens]])).logits[0, -1]
+                for token, value in enumerate(logits.log_softmax(-1).tolist()):
+                    candidates.append((score + value - penalty * chosen[token], [*tokens, token]))
+            candidates = sorted(candidates, reverse=True)[: 2 * size]
+            ends = [tokens[-1] == 1 or position == length for _, tokens in candidates]
+            ranked = zip(candidates[:size], ends, strict=False)
+            group.ended += [(score / position, tokens) for (score, tokens), end in ranked if end]
+            group.ended = sorted(group.ended, reverse=True)[:size]
+            group.running = [each for each, end in zip(candidates, ends, strict=True) if not end][:size]
+            chosen.update(tokens[-1] for _, tokens in group.running)
+            full = len(group.ended) == size
+            group.done = full and (not group.running or group.running[0][0] / position <= group.ended[-1][0])
+    return parts
+
+
+@pytest.mark.parametrize(("beams", "groups", "penalty"), [(4, 2, 0.5), (6, 3, 2.0), (4, 4, 0.7)])
+@pytest.mark.parametrize("pair", ["t5 1.0", "umt5"], indirect=True)
+def test_diverse_beams_are_those_of_the_paper(pair: tuple[T5, Any], beams: int, groups: int, penalty: float) -> None:
+    model, peer = pair
+    source = ragged_sources()[:5]
+    length = 18  # more than one window
+    ours = diverse(model, source, (source != 0).long(), length, beams, groups, penalty)
+    assert ours.scores is not None
+    for row, tokens, scores in zip(source, ours.tokens, ours.scores, strict=True):
+        parts = written_out(peer, row[row != 0], beams, groups, penalty, length)
+        expected = [ended for group in parts for ended in group.ended]
+        assert until_end(tokens) == [found for _, found in expected]
+        torch.testing.assert_close(scores, torch.tensor([score for score, _ in expected]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pair", ["t5 1.0"], indirect=True)
+def test_diversity_is_what_is_paid_for(pair: tuple[T5, Any]) -> None:
+    source = ragged_sources()
+    inputs = pair[0], source, (source != 0).long(), LENGTH
+    firsts = [diverse(*inputs, beams=8, groups=4, diversity_penalty=cost).tokens[:, ::2] for cost in (0.0, 5.0)]
+    alone = beam(*inputs, beams=2, length_penalty=1.0).tokens
+    assert all(
+        torch.equal(firsts[0][:, g], alone) for g in range(4)
+    )  # without a penalty the groups are the same search
+    assert torch.equal(firsts[1][:, 0], alone)  # nobody is before the first group
+    first_tokens = firsts[1][:, :, 0].tolist()
+    assert all(len(set(row)) == 4 for row in first_tokens)
+    with pytest.raises(InputError, match="8 beams cannot be shared out among 3 groups"):
+        diverse(*inputs, beams=8, groups=3, diversity_penalty=1.0)
