@@ -191,7 +191,7 @@ def test_what_is_evaluated_in_training_is_what_the_folder_gives(make: Make, tmp_
 
 
 def test_the_adapter_lowers_the_loss(make: Make, base: Path, tmp_path: Path) -> None:
-    chosen = make(train__steps="20", checkpoint__every="0")
+    chosen = make(train__steps="40", checkpoint__every="0")
     train(chosen, quiet)
     files = [str(tmp_path / "pairs.tsv")]
     lengths = {"data.max_source_length": "16", "data.max_target_length": "12"}

@@ -348,7 +348,10 @@ def test_plain_text_is_masked_for_a_masked_model_and_documents_stay_apart(make: 
         ({"model__tokenizer": "bytes"}, "data.objective: masked_lm needs a tokenizer with the special tokens"),
         ({"data__objective": "lm"}, "data.objective: lm is for causal models, this one is masked"),
         ({"data__max_source_length": "7"}, "data.max_source_length: must be 8 or more for masked_lm, got 7"),
-        ({"data__block": "513", "data__objective": "masked_lm_nsp"}, "model.path: has 512 positions, the examples up"),
+        (
+            {"data__block": "513", "data__objective": "masked_lm_nsp"},
+            "data: an example takes 513 positions; the model has 512",
+        ),
         ({"train__metrics": "bleu"}, "train.metrics: compares generated text"),
     ],
 )
