@@ -19,6 +19,7 @@ from t2t.data.tokens import Pairs, Ragged
 from t2t.generate.decode import decode
 from t2t.models import adapters, load
 from t2t.models.base import Model, Rows
+from t2t.models.huggingface import Wrapped
 
 Raw = dict[str, Any]
 T5: Raw = {
@@ -34,11 +35,16 @@ NEO: Raw = {
     "num_heads": 3, "attention_types": [[["local", "global"], 1]], "window_size": 4, "bos_token_id": 1,
     "eos_token_id": 1,
 }  # fmt: skip
-MODELS = {"t5": T5, "gated t5": T5 | {"feed_forward_proj": "gated-gelu"}, "gpt2": GPT2, "neo": NEO}
+LLAMA: Raw = {
+    "model_type": "llama", "vocab_size": 48, "max_position_embeddings": 40, "hidden_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "intermediate_size": 20, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+MODELS = {"t5": T5, "gated t5": T5 | {"feed_forward_proj": "gated-gelu"}, "gpt2": GPT2, "neo": NEO, "llama": LLAMA}
 EVERYWHERE = {
     "t5": ["q", "k", "v", "o", "wi", "wo"],
     "gated t5": ["q", "k", "v", "o", "wi_0", "wi_1", "wo"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "neo": ["q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"],
 }
 TOKENS = 5
@@ -122,6 +128,8 @@ def our_rows(model: Model) -> Rows:
 
 def our_logits(model: Model) -> Tensor:
     rows = our_rows(model)
+    if isinstance(model, Wrapped):
+        return model.logits(rows)
     if model.kind == "seq2seq":
         hidden = model(rows.source_ids, rows.source_segments, rows.target_ids, rows.target_segments)
         return F.linear(hidden, model.head)
@@ -208,6 +216,7 @@ def test_loss_and_gradient_of_a_soft_prompt_match_peft(base: Path, tmp_path: Pat
     assert (ours - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"], indirect=True)
 def test_every_segment_of_a_packed_row_has_its_own_soft_prompt(base: Path) -> None:
     model = with_prompt(base).double()
     lists = ([[5, 6, 7, 1], [8, 1], [9, 10, 11]], [[12, 13, 1], [14, 1], [15, 16, 17, 1]])

@@ -271,3 +271,26 @@ def test_hub_out_of_reach_is_said_in_one_line() -> None:
 
 def test_folder_is_found(folder: Path) -> None:
     assert load.find(str(folder)) == folder
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "eos_token_id": 1},
+        {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "eos_token_id": 1,
+         "tie_word_embeddings": True},
+        {"model_type": "bert", "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2},
+    ],
+    ids=["llama", "tied llama", "bert"],
+)  # fmt: skip
+def test_rows_for_new_tokens_are_the_mean_of_the_old(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw = {**raw, "num_hidden_layers": 1, "vocab_size": 16}
+    model = load.create(raw, seed=0)
+    before = model.head.detach().clone()
+    load.grow(model, raw, vocab_size=24, fresh=range(14, 18))  # two of the 16 rows were never a token's
+    assert model.config.vocab_size == raw["vocab_size"] == 24
+    assert torch.equal(model.head[:14], before[:14])
+    torch.testing.assert_close(model.head[14:].detach(), before[:14].mean(0).expand(10, -1))
+    load.save(model.state_dict(), raw, tmp_path)
+    again, _ = load.load(tmp_path)
+    assert torch.equal(again.head, model.head)

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [{"source": f"propozitia {i} si alta", "target": f"propoziția {i} și alta"} for i in range(30)]
     text = "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs)
     (folder / "pairs.jsonl").write_text(text, encoding="utf-8")
+    sentences = resources.files("t2t") / "assets" / "ro-held-out.txt"
+    (folder / "text.txt").write_text(sentences.read_text(encoding="utf-8").replace("\n", "\n\n"), encoding="utf-8")
     return folder
 
 
@@ -44,6 +47,8 @@ def run(line: str, folder: Path) -> str:
     assert words[0] == "t2t"
     if words[1] == "train":
         words += TOY
+    if words[1] == "tokenizer":
+        words[words.index("--size") + 1] = "300"
     typed = shlex.split(left)[1] + "\n" if left else None
     arguments = [sys.executable, "-m", "t2t.cli", *words[1:]]
     done = subprocess.run(arguments, cwd=folder, input=typed, capture_output=True, text=True, env=_offline())
