@@ -118,7 +118,7 @@ def read_splits(data: Data, tokenizer: Tokenizer, seed: int, kind: str = "seq2se
     train, validation, notes = _split(read_examples, data, seed)
     objectives = []
     for key, examples in (("training", train), ("validation", validation)):
-        table, cut = tokenized(examples, tokenizer, data, kind)
+        table, cut = tokenized(examples, tokenizer, data, kind, start_id)
         notes += [f"{key}: {line}" for line in cut]
         objectives.append(objective(table, data, kind, start_id))
     return Splits(objectives[0], objectives[1] if validation else None, validation, tuple(notes))
@@ -150,12 +150,19 @@ def _shares(count: int, data: Data, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return np.sort(shuffled[held:]), np.sort(shuffled[:held])[: data.max_validation_samples or None]
 
 
-def tokenized(examples: Sequence[Example], tokenizer: Tokenizer, data: Data, kind: str) -> tuple[Pairs, list[str]]:
-    """Pairs for a model of this kind, and a line on what was cut."""
+def tokenized(
+    examples: Sequence[Example], tokenizer: Tokenizer, data: Data, kind: str, start_id: int
+) -> tuple[Pairs, list[str]]:
+    """Pairs for a model of this kind, and a line on what was cut.
+
+    A decoder reads ``start_id`` first, so that its texts begin with the tokenizer's own start only where that differs.
+    """
     if kind == "causal":
         before, between, after = join(data.template)
         examples = [Example(before + e.source + between, e.target + after, e.where) for e in examples]
-    table = tokenize(examples, tokenizer, data.max_source_length, data.max_target_length, kind == "seq2seq")
+    decodes = kind == "seq2seq"
+    begins = decodes and list(tokenizer.starts) != [start_id]
+    table = tokenize(examples, tokenizer, data.max_source_length, data.max_target_length, decodes, begins)
     notes = []
     for side, cut in (("source", table.cut_sources), ("target", table.cut_targets)):
         if cut:

@@ -48,6 +48,10 @@ class Tokenizer(Protocol):
         """Ids of <extra_id_0>, <extra_id_1> and so on; empty where there are none."""
 
     @property
+    def starts(self) -> Sequence[int]:
+        """What its models are used to before every text, as <s>; for many it is nothing."""
+
+    @property
     def marks(self) -> Marks | None:
         """What masked models need; None where the tokenizer has no [CLS], [SEP] and [MASK] of any name."""
 
@@ -76,6 +80,7 @@ class Bytes:
     eos_id, pad_id, vocab_size, fingerprint = 1, 0, 384, "bytes"
 
     sentinels = range(259, 384)
+    starts: Sequence[int] = ()
     marks = None
     specials: Mapping[str, int] = {}
 
@@ -121,6 +126,7 @@ class HuggingFace:
         content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
         self.specials = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.starts: Sequence[int] = _before(tokenizer("a")["input_ids"], self.encode("a"))
 
     def render(self, messages: Messages, prompt: bool) -> str:
         if not self.inner.chat_template:
@@ -147,6 +153,16 @@ class HuggingFace:
 
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(folder)
+
+
+def _before(whole: Sequence[int], part: Sequence[int]) -> list[int]:
+    """What stands before a part in the whole.
+
+    >>> _before([0, 7, 8, 2], [7, 8]), _before([7, 8], [7, 8])
+    ([0], [])
+    """
+    places = (i for i in range(len(whole)) if list(whole[i : i + len(part)]) == list(part))
+    return list(whole[: next(places, 0)])
 
 
 def _continues(pieces: Sequence[str]) -> np.ndarray | None:
@@ -290,8 +306,11 @@ def tokenize(
     max_source_length: int,
     max_target_length: int,
     end_sources: bool = True,
+    begin_targets: bool = False,
 ) -> Pairs:
     """Token ids of all examples, each cut to its length with the end token kept; sources may go without one.
+
+    Sources begin with what the tokenizer's models are used to, and targets if asked.
 
     >>> pairs = tokenize([Example("abcd", "b", "x:1")], Bytes(), max_source_length=3, max_target_length=3)
     >>> pairs.source[0], pairs.target[0], pairs.cut_sources
@@ -307,10 +326,12 @@ def tokenize(
             (0, [e.source for e in block], max_source_length),
             (1, [e.target for e in block], max_target_length),
         ):
+            start = tokenizer.starts if side == 0 or begin_targets else ()
             end = [tokenizer.eos_id] if side == 1 or end_sources else []
+            room = longest - len(start) - len(end)
             for ids in tokenizer.encode_batch(texts):
-                cut[side] += len(ids) + len(end) > longest
-                sides[side].append(np.asarray([*ids[: longest - len(end)], *end], dtype=dtype))
+                cut[side] += len(ids) > room
+                sides[side].append(np.asarray([*start, *ids[: max(room, 0)], *end], dtype=dtype))
     source, target = (Ragged.of(side, tokenizer.vocab_size) for side in sides)
     return Pairs(source, target, tuple(where), *cut)
 

@@ -101,6 +101,7 @@ def _encoded(
 ) -> Iterator[Prompt]:
     """What the model reads of every input, behind a soft prompt where it has one."""
     end = [] if model.kind == "causal" else [tokenizer.eos_id]
+    room = longest - len(tokenizer.starts) - len(end)
     texts = [prefix + text for text in window if isinstance(text, str)]
     if model.kind == "causal":
         texts = [_prompt(template, text) for text in texts]
@@ -108,7 +109,7 @@ def _encoded(
     for item in window:
         if isinstance(item, str):
             ids = next(encoded)
-            item = Prompt([*ids[: longest - len(end)], *end], cut=len(ids) + len(end) > longest)
+            item = Prompt([*tokenizer.starts, *ids[: max(room, 0)], *end], cut=len(ids) > room)
         yield Prompt([*model.prompt, *(item.ids or [model.config.start_id])], item.cut)
 
 

@@ -199,5 +199,5 @@ def _read(
         splits = read_splits(data, loaded.tokenizer, seed, kind, start_id)
         return (), splits.train, splits.notes
     examples, notes = read_examples(data.train, "data", data, data.max_samples)
-    pairs, _ = tokenized(examples, loaded.tokenizer, data, kind)
+    pairs, _ = tokenized(examples, loaded.tokenizer, data, kind, start_id)
     return examples, objective(pairs, data, kind, start_id), notes

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from t2t.config import Data
 from t2t.data import tokens
+from t2t.data.loader import tokenized
 from t2t.data.tasks import Example
 from t2t.data.tokens import Bytes, Ragged, tokenize
 from t2t.errors import InputError
@@ -154,3 +156,28 @@ def test_ids_take_two_bytes_where_they_can() -> None:
     assert wide.ids.dtype == np.uint32
     assert [wide[i].tolist() for i in range(2)] == [[250111, 1], []]
     assert len(Ragged.of([], 10)) == 0
+
+
+def test_texts_begin_as_the_tokenizers_models_are_used_to(tmp_path: Path) -> None:
+    """As BART's <s>, in the source and in what its decoder says, unless that begins with it anyway."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<s>": 0, "<pad>": 1, "</s>": 2, "a": 3, "b": 4, "c": 5}, unk_token="c"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(tmp_path)
+    tokenizer = tokens.load(str(tmp_path))
+    assert list(tokenizer.starts) == [0] and list(tokens.load("bytes").starts) == []
+    examples = [Example("a b", "b", "x:1"), Example("a b c a b c", "c", "x:2")]
+    data = Data(max_source_length=5, template="{source}{target}")
+
+    def ids(kind: str, start_id: int) -> list[list[int]]:
+        pairs, _ = tokenized(examples, tokenizer, data, kind, start_id)
+        return [side[i].tolist() for i in (0, 1) for side in (pairs.source, pairs.target)]
+
+    assert ids("seq2seq", start_id=2) == [[0, 3, 4, 2], [0, 4, 2], [0, 3, 4, 5, 2], [0, 5, 2]]
+    assert ids("seq2seq", start_id=0) == [[0, 3, 4, 2], [4, 2], [0, 3, 4, 5, 2], [5, 2]]
+    assert ids("causal", start_id=0) == [[0, 3, 4], [4, 2], [0, 3, 4, 5, 3], [5, 2]]
