@@ -30,8 +30,8 @@ import shutil
 import tempfile
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -179,12 +179,13 @@ class Reader:
         self.bad, self.bad_count = [], 0
         for file in self.files:
             bad_before, good = len(self.bad), 0
-            for row in _rows(file, self.format, self.columns):
-                if row.error:
-                    self._count(f"{file}:{row.line}: {row.error}")
-                else:
-                    good += 1
-                    yield Record(row.value, file, row.line)
+            with closing(_rows(file, self.format, self.columns)) as rows:
+                for row in rows:
+                    if row.error:
+                        self._count(f"{file}:{row.line}: {row.error}")
+                    else:
+                        good += 1
+                        yield Record(row.value, file, row.line)
             if not good:
                 bad = self.bad[bad_before:]
                 raise InputError(
@@ -268,7 +269,7 @@ def _suffixes(file: str | Path) -> tuple[str, str]:
     return path.suffix.lower(), ""
 
 
-def _rows(file: str, format: str, columns: Sequence[str]) -> Iterator[_Item[dict[str, Any]]]:
+def _rows(file: str, format: str, columns: Sequence[str]) -> Generator[_Item[dict[str, Any]], None, None]:
     suffix, compression = _suffixes(file)
     kind = format_of(file, format)
     if kind is None:
