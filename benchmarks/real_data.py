@@ -285,7 +285,7 @@ def diacritics(work: Path, smoke: bool) -> list[dict[str, Any]]:
     parts = [list(pieces(line, config.data.piece)) for line in plain]
     said = iter(model.generate([part for several in parts for part in several]))
     restored = [" ".join(next(said) for _ in several) for several in parts]
-    row = {"case": "diacritics", "who": "t2t", "validation_loss": figures["loss"]}
+    row = {"case": "diacritics", "who": "t2t", "validation_loss": figures["validation_loss"]}
     row |= {"parameters": sum(p.numel() for p in model.model.parameters())}
     return [row | interval(restored, test), {"case": "diacritics", "who": "copy", **interval(plain, test)}]
 

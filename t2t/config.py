@@ -497,6 +497,11 @@ def _validate(config: Config, origin: Mapping[str, str]) -> None:
         fail("tune.method", "an adapter belongs to a trained model: give model.path")
     if values["tune.method"] != "none" and values["model.freeze"]:
         fail("model.freeze", f'tune.method = "{values["tune.method"]}" freezes the whole model already; leave one out')
+    for key in ("model.new_tokens", "model.vocab_size"):
+        if values["tune.method"] != "none" and values[key]:
+            fail(
+                key, f'changes the model, which tune.method = "{values["tune.method"]}" leaves as it is; leave one out'
+            )
     if (values["tune.init"] == "text") != bool(values["tune.text"]):
         fail("tune.text", 'is what tune.init = "text" starts from; give both or neither')
     if values["generate.beams"] > 1 and values["generate.temperature"] > 0:

@@ -609,8 +609,8 @@ def export(run: Run) -> Path:
 
 
 def _absolute(path: str) -> str:
-    """A model's folder as any process finds it; a hub name stays."""
-    here = path.startswith("asset:") or Path(path).is_dir()
+    """A model's folder or file as any process finds it; a hub name stays."""
+    here = path.startswith("asset:") or Path(path).exists()
     return str(models.find(path).resolve()) if here else path
 
 

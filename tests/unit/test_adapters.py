@@ -304,6 +304,14 @@ def test_merge_on_the_command_line(make: Make, method: str, tmp_path: Path, caps
         ({"tune.method": "lora", "model.path": "x", "model.freeze": "encoder"}, "--model.freeze: tune.method = "),
         ({"tune.init": "text"}, "tune.text: is what tune.init"),
         ({"tune.text": "a"}, "--tune.text: is what tune.init"),
+        (
+            {"tune.method": "lora", "model.path": "x", "model.new_tokens": "a"},
+            "--model.new_tokens: changes the model, ",
+        ),
+        (
+            {"tune.method": "lora", "model.path": "x", "model.vocab_size": "9"},
+            "--model.vocab_size: changes the model, ",
+        ),
         ({"tune.method": "lorra"}, "--tune.method: 'lorra' is not one of none, prompt, lora (did you mean lora?)"),
     ],
 )

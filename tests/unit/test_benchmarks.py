@@ -130,3 +130,49 @@ def test_bad_arguments_exit_with_2(bench, data_dir, arguments):
     with pytest.raises(SystemExit) as error:
         bench.main([a.replace("FOLDER", str(data_dir)) for a in arguments])
     assert error.value.code == 2
+
+
+@pytest.fixture
+def real_data(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("real_data")
+
+
+@pytest.mark.parametrize("case", ["gpt2", "bert", "diacritics", "translate", "summarize"])
+def test_every_case_on_real_data_has_settings_that_can_be(real_data, case, tmp_path, monkeypatch):
+    from t2t.train import run
+
+    class Began(Exception):
+        pass
+
+    def begin(config):
+        assert Path(config.data.train[0]).parent == tmp_path and config.train.steps == 12
+        raise Began
+
+    monkeypatch.setattr(run, "train", begin)
+    with pytest.raises(Began):
+        real_data.CASES[case](tmp_path, smoke=True)
+
+
+def test_a_case_on_real_data_trains_and_is_scored(real_data, tmp_path, monkeypatch, capsys):
+    """The shortest one, as the command runs it, on a few sentences and a tiny model of the same recipe."""
+    lines = ["Ana \u0219i Ion merg la pia\u021b\u0103.", "Pisica st\u0103 \u00een cas\u0103 \u0219i doarme."] * 8
+    for name in ("diacritics.txt.xz", "rrt-dev.txt", "rrt-test.txt"):
+        real_data.write(tmp_path / name, lines)
+    whole = real_data.train
+    tiny = {"model.overrides": ["d_model=16", "d_kv=4", "d_ff=16", "num_layers=1", "num_decoder_layers=1"]}
+    tiny |= {"run.device": "cpu", "data.readers": 0, "train.batch": 8}
+    monkeypatch.setattr(real_data, "train", lambda recipe, settings, smoke: whole(recipe, settings | tiny, smoke))
+    monkeypatch.setattr(sys, "argv", ["real_data.py", "diacritics", str(tmp_path), "--smoke"])
+    real_data.main()
+    ours, copied = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
+    logged = json.loads((tmp_path / "runs/diacritics/log.jsonl").read_text().splitlines()[-1])
+    assert ours["validation_loss"] == logged["validation_loss"] != logged["loss"]
+    assert (ours["who"], copied["who"], copied["word_accuracy"]) == ("t2t", "copy", 0.5)
+    assert copied["low"] < 0.5 < copied["high"]
+
+
+def test_wikitext_as_people_write(real_data):
+    raw = ' It " was " 1 @,@ 000 years ( or more ) old , he said ; she did n\'t . '
+    assert real_data.written(raw) == 'It "was" 1,000 years (or more) old, he said; she didn\'t.'
+    assert real_data.split('He came. "No," she said! Mr went') == ["He came.", '"No," she said!', "Mr went"]

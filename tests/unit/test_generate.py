@@ -199,6 +199,18 @@ def test_long_sources_are_cut_before_the_end_token_and_told(
     assert [1, 0, 0, 0] in seen
 
 
+def test_sources_begin_as_in_training(model: T5, echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started(Bytes):
+        starts = (300,)
+
+    seen, decode = [], echo.decode
+    monkeypatch.setattr(batching, "decode", lambda m, ids, *a: (seen.extend(ids.tolist()), decode(m, ids, *a))[1])
+    cut: list[int] = []
+    list(batching.texts(model, Started(), ["ab", "abc"], Generate(), 4, 8, on_cut=cut.append))
+    assert sorted(seen) == [[300, 100, 101, 1], [300, 100, 101, 1]]
+    assert cut == [1]
+
+
 def test_no_input_no_output(model: T5) -> None:
     assert list(batching.texts(model, Bytes(), [], Generate(), 16, 8)) == []
 
