@@ -347,14 +347,17 @@ class T5(Model):
         return self.shared.weight if self.config.tied else self.lm_head.weight
 
     def initialize_one(self, name: str, parameter: Tensor) -> None:
-        """With the paper's scales, those of Mesh TensorFlow."""
+        """With the paper's scales, those of Mesh TensorFlow.
+
+        A head of its own is a layer like the others there. In transformers its scale is 1, so that a new model's logits
+        are as large as the root of its width and its loss begins many times too high.
+        """
         c, factor = self.config, self.config.initializer_factor
         scales = {
             "q": (c.d_model * c.d_kv) ** -0.5,
             "o": (c.num_heads * c.d_kv) ** -0.5,
             "wo": c.d_ff**-0.5,
             "shared": 1.0,
-            "lm_head": 1.0,
         }
         leaf = name.split(".")[-2]
         if leaf.endswith("norm"):

@@ -87,6 +87,34 @@ def test_transformers_makes_the_same_of_the_config(name: str, tmp_path: Path) ->
     assert count(raw) == sum(p.numel() for p in theirs.parameters()) + head
 
 
+SHALLOW = {
+    "t5": ("num_layers=2", "num_decoder_layers=2"),
+    "gpt2": ("n_layer=2", "n_embd=128", "n_head=2"),
+    "gpt_neo": ("num_layers=2", "hidden_size=128", "num_heads=2"),
+    "bert": (),
+}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_new_weights_have_the_scales_of_transformers_but_for_the_head_of_t5(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    kind = sizes.named(name)["model_type"]
+    layers = SHALLOW["t5" if "t5" in kind else kind]
+    raw = load.scratch_config(name, ["vocab_size=512", *layers])
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    family, architecture = load.architecture(raw)
+    ours = family(architecture)
+    ours.initialize()
+    theirs = getattr(transformers, family.classes[kind])(transformers.AutoConfig.from_pretrained(tmp_path))
+    others = dict(theirs.named_parameters())
+    for key, value in ours.named_parameters():
+        if value.numel() < 4096:
+            continue
+        scale = raw["d_model"] ** -0.5 if key == "lm_head.weight" else others[key].std().item()
+        assert value.std().item() == pytest.approx(scale, rel=0.05), key
+
+
 @pytest.mark.parametrize(
     ("name", "vocab_size", "rows"),
     [
