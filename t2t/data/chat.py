@@ -13,7 +13,6 @@ whose last question and answer alone do not fit is left out. Both are counted.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,10 @@ import numpy as np
 
 from t2t.config import Data
 from t2t.data.packing import IGNORE, Feature
+from t2t.data.ragged import Ragged
 from t2t.data.sources import Reader
 from t2t.data.tasks import BadField, Messages, checked_messages
-from t2t.data.tokens import Ragged, Tokenizer
+from t2t.data.tokens import Tokenizer
 from t2t.errors import InputError
 
 _PROBE: Messages = ({"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"})
@@ -263,12 +263,9 @@ class Chat:
 
     def __init__(self, conversations: Sequence[Conversation], vocab_size: int, end_id: int) -> None:
         self.tokens = Ragged.of([c.shown.ids for c in conversations], vocab_size)
+        self.said = Ragged.of([_said(c.shown) for c in conversations], vocab_size=2)
         self.where = tuple(c.where for c in conversations)
         self.end_id = end_id
-        self._said = np.zeros(len(self.tokens.ids), dtype=bool)
-        for offset, conversation in zip(self.tokens.offsets, conversations, strict=False):
-            for start, stop in conversation.shown.answers:
-                self._said[offset + start : offset + stop] = True
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -276,20 +273,29 @@ class Chat:
     @property
     def fingerprint(self) -> str:
         """A digest of every token and of what is learned."""
-        parts = self.tokens.offsets, self.tokens.ids, self._said
-        return hashlib.sha256(b"|".join(part.tobytes() for part in parts)).hexdigest()[:16]
+        return f"{self.tokens.digest}-{self.said.digest}"
 
     @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+    def longest(self) -> tuple[int, int]:
+        return 0, self.tokens.longest - 1
+
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The slots that each conversation takes in both streams: the source's has none."""
-        return np.zeros(len(self), dtype=np.int64), self.tokens.lengths - 1
+        return np.zeros(len(index), dtype=np.int64), self.tokens.sizes(index) - 1
 
     def feature(self, i: int, seed: int) -> Feature:
         """Conversation ``i``."""
         ids = self.tokens[i].astype(np.int64)
-        said = self._said[self.tokens.offsets[i] : self.tokens.offsets[i + 1]]
-        return Feature(np.zeros(0, np.int64), ids[:-1], np.where(said[1:], ids[1:], IGNORE))
+        return Feature(np.zeros(0, np.int64), ids[:-1], np.where(self.said[i][1:], ids[1:], IGNORE))
 
     def tell(self, i: int) -> dict[str, str | list[int]]:
         """Where conversation ``i`` came from, and its tokens."""
         return {"where": self.where[i], "text": self.tokens[i].tolist()}
+
+
+def _said(shown: Shown) -> np.ndarray:
+    """Which tokens are the assistant's."""
+    said = np.zeros(len(shown.ids), dtype=np.uint16)
+    for start, stop in shown.answers:
+        said[start:stop] = 1
+    return said

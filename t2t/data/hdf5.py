@@ -45,7 +45,7 @@ class Shards(Masked):
         self.files, self.vocab_size, self.pairs = [str(file) for file in files], vocab_size, pairs
         self._open: dict[str, dict[str, Any]] = {}
         counts, lengths, few = np.array([_shape(file, self._shard(file)) for file in self.files]).T
-        self._ends, self.longest, self.predictions = np.cumsum(counts), int(lengths.max()), int(few.max())
+        self._ends, self.longest, self.predictions = np.cumsum(counts), (0, int(lengths.max())), int(few.max())
         self._rows: np.ndarray | range = range(int(self._ends[-1]))
         self._digest = self._sampled()
 
@@ -72,10 +72,9 @@ class Shards(Masked):
         rows = self._rows if isinstance(self._rows, range) else hashlib.sha256(self._rows.tobytes()).hexdigest()[:16]
         return f"{self._digest}-{rows}-{self.pairs:d}"
 
-    @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The most slots that each row takes in both streams."""
-        return np.zeros(len(self), dtype=np.int64), np.full(len(self), self.longest)
+        return np.zeros(len(index), dtype=np.int64), np.full(len(index), self.longest[1])
 
     def feature(self, i: int, seed: int) -> Feature:
         """Row ``i``, as it was masked when the shard was made."""

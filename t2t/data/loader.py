@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from functools import cached_property, partial
+from itertools import chain, islice
 from typing import TypeVar
 
 import numpy as np
@@ -35,10 +35,11 @@ from t2t.data.packing import (
     slots,
     up,
 )
+from t2t.data.ragged import Ragged
 from t2t.data.sources import Reader, format_of, resolve
 from t2t.data.tasks import Example, Task, is_chat, join
 from t2t.data.text import BlockLM, DocumentLM, Documents, PrefixLM, SpanCorruption
-from t2t.data.tokens import Pairs, Ragged, Tokenizer, tokenize
+from t2t.data.tokens import Pairs, Tokenizer, tokenize
 from t2t.errors import InputError
 
 SAMPLED_EXAMPLES = 2048  # how many examples the row lengths are picked from
@@ -262,14 +263,15 @@ def text_objective(
     """What is learned from documents."""
     if KINDS[name] == ("masked",):
         return _masked_objective(name, texts, tokenizer, data)
-    tokens = Ragged.of(tokenizer.encode_batch([text for _, text in texts]), tokenizer.vocab_size)
+    encoded = tokenizer.encode_batch([text for _, text in texts])
+    tokens = Ragged.of(([*ids, tokenizer.eos_id] for ids in encoded), tokenizer.vocab_size)
     words = sum(len(text.split()) for _, text in texts)
     documents = Documents(tokens, tuple(where for where, _ in texts), words)
     ids, block = (start_id, tokenizer.eos_id), data.block or data.max_source_length
     if name == "lm":
-        return DocumentLM(documents, *ids, block)
+        return DocumentLM(documents, start_id, block)
     if name == "blocks":
-        return BlockLM(documents, *ids, block)
+        return BlockLM(documents, start_id, block)
     if name == "prefix_lm":
         return PrefixLM(documents, *ids, data.max_source_length, data.max_target_length)
     if not tokenizer.sentinels:
@@ -284,15 +286,17 @@ def _masked_objective(name: str, texts: Sequence[tuple[str, str]], tokenizer: To
     if longest < 8:
         raise InputError(f"data.{key}: must be 8 or more for {name}, got {longest}")
     lines = [[line for line in text.split("\n") if line.strip()] for _, text in texts]
-    sentences = Ragged.of(tokenizer.encode_batch([line for text in lines for line in text]), tokenizer.vocab_size)
-    ends = sentences.offsets[np.cumsum([0, *map(len, lines)])]
-    documents = Documents(Ragged(sentences.ids, ends), tuple(where for where, _ in texts), words=0)
-    if not len(sentences.ids):
+    encoded = iter(tokenizer.encode_batch([line for text in lines for line in text]))
+    sentences = [[next(encoded) for _ in text] for text in lines]
+    tokens = Ragged.of((list(chain.from_iterable(text)) for text in sentences), tokenizer.vocab_size)
+    documents = Documents(tokens, tuple(where for where, _ in texts), words=0)
+    if not tokens.total:
         raise InputError(f"{texts[0][0]}: the tokenizer makes no tokens of this text")
     masking = Masking(tokenizer.marks, data.max_predictions or most_predictions(longest), data.whole_words)
     if name == "masked_lm":
         return MaskedLM(documents, masking, longest)
-    return NextSentence(documents, sentences.offsets[1:], masking, longest)
+    ends = np.cumsum([len(sentence) for text in sentences for sentence in text])
+    return NextSentence(documents, ends, masking, longest)
 
 
 class Loader:
@@ -329,6 +333,13 @@ class Loader:
         self.predictions = None
         if isinstance(examples, Masked):
             self.predictions = prediction_slots(examples.predictions, shape.target_row) if static else 0
+
+    @cached_property
+    def mean_sizes(self) -> tuple[float, float]:
+        """The slots that an example takes on average in both streams, by a sample."""
+        index = step_examples(len(self.examples), min(SAMPLED_EXAMPLES, len(self.examples)), 0, order.key("sizes"))
+        source, target = self.examples.sizes(index)
+        return float(source.mean()), float(target.mean())
 
     def taken(self, step: int) -> np.ndarray:
         """The examples of a step, counted from the start of training."""
@@ -421,21 +432,22 @@ def pick_shape(
 
     Where rows may have any length none is picked, nor where each holds one example: the longest example's stands.
     """
-    source, target = examples.lengths
-    for key, lengths in (("source_row", source), ("target_row", target)):
-        if 0 < getattr(data, key) < lengths.max():
-            raise InputError(f"data.{key}: must hold the longest example, of {lengths.max()} slots, or be 0")
-    if not static:
-        rows = data.source_row or int(source.max()), data.target_row or int(target.max())
-        per_step = min(batch, len(examples)) * (source.mean() + target.mean()) / sum(rows)
-        return RowShape(*rows, 1.0, 1.0, 1.0, float(per_step))
-    if not packed:
-        rows = data.source_row or (up(source.max()) if source.any() else 0), data.target_row or up(target.max())
-        s, t = float(source.mean()), float(target.mean())
-        fills = s / max(rows[0], 1), t / rows[1], (s + t) / sum(rows)
-        return RowShape(*rows, *fills, float(min(batch, len(examples))))
+    longest = examples.longest
+    for key, most in zip(("source_row", "target_row"), longest, strict=True):
+        if 0 < getattr(data, key) < most:
+            raise InputError(f"data.{key}: must hold the longest example, of {most} slots, or be 0")
     sampled = max(1, min(SAMPLED_EXAMPLES // batch, math.ceil(len(examples) / batch)))
     steps = [step_examples(len(examples), batch, n, order.key(seed, "sample")) for n in range(sampled)]
+    source, target = examples.sizes(np.concatenate(steps))
+    s, t = float(source.mean()), float(target.mean())
+    if not static:
+        rows = data.source_row or longest[0], data.target_row or longest[1]
+        return RowShape(*rows, 1.0, 1.0, 1.0, min(batch, len(examples)) * (s + t) / sum(rows))
+    if not packed:
+        rows = data.source_row or (up(longest[0]) if longest[0] else 0), data.target_row or up(longest[1])
+        fills = s / max(rows[0], 1), t / rows[1], (s + t) / sum(rows)
+        return RowShape(*rows, *fills, float(min(batch, len(examples))))
+    places = np.split(np.arange(len(source)), np.cumsum([len(step) for step in steps])[:-1])
     if data.source_row and data.target_row:
-        return measure(source, target, steps, data.source_row, data.target_row)
-    return pick_rows(source, target, steps, cost, data.source_row, data.target_row)
+        return measure(source, target, places, data.source_row, data.target_row)
+    return pick_rows(source, target, places, cost, data.source_row, data.target_row, longest)

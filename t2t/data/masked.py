@@ -6,6 +6,7 @@ An example is a pure function of its number and a seed: another seed masks other
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,25 +109,35 @@ class _Passages(Masked):
     """Documents cut into passages ``ids[start:stop]``, each the heart of one example."""
 
     def __init__(self, documents: Documents, masking: Masking, longest: int, starts: np.ndarray, stops: np.ndarray):
-        self.documents, self.masking, self.longest = documents, masking, longest
+        self.documents, self.masking = documents, masking
         self.starts, self.stops = starts, stops
         self.predictions = predictions(longest, masking.most)
+        self.offsets = _offsets(documents)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most slots that any example takes in both streams."""
+        return 0, int(self.sizes(np.arange(len(self)))[1].max(initial=0))
+
+    @abstractmethod
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The most slots that each of these examples takes in both streams."""
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def passage(self, i: int) -> np.ndarray:
         """The tokens of passage ``i``."""
-        return self.documents.tokens.ids[self.starts[i] : self.stops[i]].astype(np.int64)
+        return self.documents.tokens.tokens(int(self.starts[i]), int(self.stops[i])).astype(np.int64)
 
     def document(self, i: int) -> int:
         """The document that passage ``i`` is of."""
-        return int(np.searchsorted(self.documents.tokens.offsets, self.starts[i], side="right")) - 1
+        return int(np.searchsorted(self.offsets, self.starts[i], side="right")) - 1
 
     def tell(self, i: int) -> dict[str, str | list[int]]:
         """Where passage ``i`` came from, and its tokens."""
         document = self.document(i)
-        start = int(self.starts[i] - self.documents.tokens.offsets[document])
+        start = int(self.starts[i] - self.offsets[document])
         where = f"{self.documents.where[document]}, from token {start}"
         return {"where": where, "text": self.passage(i).tolist()}
 
@@ -134,7 +145,7 @@ class _Passages(Masked):
 class MaskedLM(_Passages):
     """Masked tokens of documents that never see one another; one longer than ``longest`` is cut into pieces.
 
-    >>> from t2t.data.tokens import Ragged
+    >>> from t2t.data.ragged import Ragged
     >>> documents = Documents(Ragged.of([[5, 6, 7], [8]], vocab_size=20), ("a.txt:1", "a.txt:3"), words=4)
     >>> marks = Marks(cls=2, sep=3, mask=4, ordinary=np.arange(20) > 4, continues=None)
     >>> examples = MaskedLM(documents, Masking(marks, most=1), longest=4)
@@ -143,17 +154,16 @@ class MaskedLM(_Passages):
     """
 
     def __init__(self, documents: Documents, masking: Masking, longest: int) -> None:
-        size, offsets = longest - 2, documents.tokens.offsets
+        size, offsets = longest - 2, _offsets(documents)
         parts = [np.arange(start, stop, size) for start, stop in pairwise(offsets.tolist())]
         starts = np.concatenate([NOTHING, *parts])
         ends = np.repeat(offsets[1:], [len(part) for part in parts])
         super().__init__(documents, masking, longest, starts, np.minimum(starts + size, ends))
         self.fingerprint = f"{documents.fingerprint}-masked-{longest}-{masking.most}-{masking.whole_words:d}"
 
-    @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The slots that each piece takes in both streams."""
-        return np.zeros(len(self), dtype=np.int64), self.stops - self.starts + 2
+        return np.zeros(len(index), dtype=np.int64), self.stops[index] - self.starts[index] + 2
 
     def feature(self, i: int, seed: int) -> Feature:
         """Piece ``i`` between its marks, masked as the seed says."""
@@ -173,7 +183,7 @@ class NextSentence(_Passages):
 
     ``sentences`` are the places in ``documents.tokens.ids`` where sentences end.
 
-    >>> from t2t.data.tokens import Ragged
+    >>> from t2t.data.ragged import Ragged
     >>> documents = Documents(Ragged.of([[5, 6, 7], [8, 9]], vocab_size=20), ("a.txt:1", "a.txt:4"), words=5)
     >>> marks = Marks(cls=2, sep=3, mask=4, ordinary=np.arange(20) > 4, continues=None)
     >>> examples = NextSentence(documents, np.array([2, 3, 4, 5]), Masking(marks, most=1), longest=16)
@@ -187,19 +197,18 @@ class NextSentence(_Passages):
         if np.count_nonzero(documents.tokens.lengths) < 2:
             reason = "needs two documents or more, to draw texts from another (a blank line parts those of .txt files)"
             raise InputError(f"data.objective: masked_lm_nsp {reason}")
-        plan = list(_plan(documents.tokens.offsets, sentences, longest - 3, order.key(documents.fingerprint, longest)))
+        offsets = _offsets(documents)
+        plan = list(_plan(offsets, sentences, longest - 3, order.key(documents.fingerprint, longest)))
         starts, stops, self.most = np.array(plan, dtype=np.int64).reshape(-1, 3).T
         super().__init__(documents, masking, longest, starts, stops)
         self.fingerprint = f"{documents.fingerprint}-pairs-{longest}-{masking.most}-{masking.whole_words:d}"
-        offsets = documents.tokens.offsets
         self._edges = np.searchsorted(starts, offsets)  # the passages of document d are edges[d] to edges[d + 1]
         self._begun = np.flatnonzero(~np.isin(starts, offsets))  # passages that something precedes
         self._followed = np.flatnonzero(~np.isin(stops, offsets))  # passages that something follows
 
-    @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The most slots that each pair takes in both streams."""
-        return np.zeros(len(self), dtype=np.int64), self.most + 3
+        return np.zeros(len(index), dtype=np.int64), self.most[index] + 3
 
     def feature(self, i: int, seed: int) -> Feature:
         """Passage ``i`` and its partner of this seed, masked."""
@@ -232,11 +241,15 @@ class NextSentence(_Passages):
         document, tokens = self.document(partner), self.documents.tokens
         if follows:
             start = self.starts[partner]
-            stop = min(start + room, tokens.offsets[document + 1])
+            stop = min(start + room, self.offsets[document + 1])
         else:
             stop = self.stops[partner]
-            start = max(stop - room, tokens.offsets[document])
-        return tokens.ids[start:stop].astype(np.int64)
+            start = max(stop - room, self.offsets[document])
+        return tokens.tokens(int(start), int(stop)).astype(np.int64)
+
+
+def _offsets(documents: Documents) -> np.ndarray:
+    return np.append(0, np.cumsum(documents.tokens.lengths))
 
 
 def _plan(offsets: np.ndarray, sentences: np.ndarray, longest: int, seed: int) -> Iterator[tuple[int, int, int]]:

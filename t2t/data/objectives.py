@@ -28,8 +28,11 @@ class Objective(Protocol):
         """A digest of every token: two are equal when theirs are."""
 
     @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """The most slots that each example takes in both streams."""
+    def longest(self) -> tuple[int, int]:
+        """The most slots that any example takes in both streams."""
+
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The most slots that each of these examples takes in both streams."""
 
     def __len__(self) -> int: ...
 
@@ -61,8 +64,11 @@ labels=array([102,   1], dtype=uint16), types=None, pair=-100)
         return len(self.pairs)
 
     @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.pairs.source.lengths, self.pairs.target.lengths
+    def longest(self) -> tuple[int, int]:
+        return self.pairs.source.longest, self.pairs.target.longest
+
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.pairs.source.sizes(index), self.pairs.target.sizes(index)
 
     def feature(self, i: int, seed: int) -> Feature:
         return self._feature(self.pairs.source[i], self.pairs.target[i])
@@ -76,7 +82,7 @@ class CausalPairs:
 
     Sources have no end token, and at least one token. With ``both`` it is to say the source too.
 
-    >>> from t2t.data.tokens import Ragged
+    >>> from t2t.data.ragged import Ragged
     >>> pairs = Pairs(Ragged.of([[7, 8]], 384), Ragged.of([[9, 1]], 384), ("x:1",), 0, 0)
     >>> feature = CausalPairs(pairs).feature(0, seed=0)
     >>> feature.inputs, feature.labels
@@ -93,9 +99,12 @@ class CausalPairs:
         return len(self.pairs)
 
     @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+    def longest(self) -> tuple[int, int]:
+        return 0, self.pairs.longest - 1
+
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The slots that each pair takes in both streams: the source's has none."""
-        both = self.pairs.source.lengths + self.pairs.target.lengths - 1
+        both = self.pairs.source.sizes(index) + self.pairs.target.sizes(index) - 1
         return np.zeros_like(both), both
 
     def feature(self, i: int, seed: int) -> Feature:
@@ -109,7 +118,7 @@ class CausalPairs:
 class Prompted:
     """Another objective's examples with the ids of a soft prompt before each: before its source where it has one.
 
-    >>> from t2t.data.tokens import Ragged
+    >>> from t2t.data.ragged import Ragged
     >>> pairs = Pairs(Ragged.of([[7, 8]], 384), Ragged.of([[9, 1]], 384), ("x:1",), 0, 0)
     >>> Prompted(Seq2Seq(pairs, start_id=0), range(384, 387), "seq2seq").feature(0, seed=0).source
     array([384, 385, 386,   7,   8])
@@ -126,10 +135,13 @@ class Prompted:
         return len(self.inner)
 
     @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        source, target = self.inner.lengths
-        more = len(self.ids)
-        return (source + more, target) if self.kind == "seq2seq" else (source, target + more)
+    def longest(self) -> tuple[int, int]:
+        source, target = self.inner.longest
+        return (source + len(self.ids), target) if self.kind == "seq2seq" else (source, target + len(self.ids))
+
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        source, target = self.inner.sizes(index)
+        return (source + len(self.ids), target) if self.kind == "seq2seq" else (source, target + len(self.ids))
 
     def feature(self, i: int, seed: int) -> Feature:
         feature = self.inner.feature(i, seed)
@@ -144,16 +156,20 @@ class CharacterNoise(Seq2Seq):
 
     def __init__(self, pairs: Pairs, start_id: int, longest: int) -> None:
         super().__init__(pairs, start_id)
-        self.longest = longest
+        self.most = longest
 
     @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        target = self.pairs.target.lengths
-        return np.minimum(target + 8, self.longest), target  # a two-byte letter may replace a one-byte one
+    def longest(self) -> tuple[int, int]:
+        target = self.pairs.target.longest
+        return min(target + 8, self.most), target  # a two-byte letter may replace a one-byte one
+
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        target = self.pairs.target.sizes(index)
+        return np.minimum(target + 8, self.most), target
 
     def feature(self, i: int, seed: int) -> Feature:
         target = self.pairs.target[i]
-        noisy, most = character_noise(target, np.random.default_rng(seed)), min(len(target) + 8, self.longest)
+        noisy, most = character_noise(target, np.random.default_rng(seed)), min(len(target) + 8, self.most)
         if len(noisy) > most:
             noisy = np.append(noisy[: most - 1], noisy[-1:])
         return self._feature(noisy, target)

@@ -327,8 +327,11 @@ def pick_rows(
     cost: Cost,
     source_row: int = 0,
     target_row: int = 0,
+    longest: tuple[int, int] = (0, 0),
 ) -> RowShape:
     """The row lengths at which the sampled steps cost least, ``cost`` being that of one row; given ones are kept.
+
+    Rows hold the ``longest`` example, sampled or not.
 
     Longer rows pack better and attend more. Sources from the longest example upwards are tried, each with targets
     around the data's own ratio; then the neighbours of the best. Among shapes within 2% of the least cost, the one
@@ -337,7 +340,7 @@ def pick_rows(
     >>> pick_rows(np.array([5, 3, 6, 2]), np.array([2, 2, 4, 1]), [np.arange(4)], cost=slots).source_row
     8
     """
-    longest_s, longest_t = up(source.max()), up(target.max())
+    longest_s, longest_t = up(max(source.max(), longest[0])), up(max(target.max(), longest[1]))
     tried: dict[tuple[int, int], tuple[RowShape, float]] = {}
 
     def attempt(s: float, t: float) -> None:

@@ -30,7 +30,7 @@ import shutil
 import tempfile
 import zlib
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import resources
@@ -77,7 +77,7 @@ _TYPE_NAMES = {
     dict: "an object",
 }
 _COMPRESSIONS = (".gz", ".xz", ".zst")
-_BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError)
+BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError)
 # First bytes that no UTF-8 text has, and what to do about them.
 _NOT_TEXT = {
     b"\x1f\x8b": "holds gzip data: its name should end in .gz",
@@ -179,7 +179,7 @@ class Reader:
         self.bad, self.bad_count = [], 0
         for file in self.files:
             bad_before, good = len(self.bad), 0
-            with closing(_rows(file, self.format, self.columns)) as rows:
+            with closing(parsed(file, self.format, self.columns)) as rows:
                 for row in rows:
                     if row.error:
                         self._count(f"{file}:{row.line}: {row.error}")
@@ -211,7 +211,7 @@ class Reader:
         self.bad.append(message)
 
 
-class _Item(NamedTuple, Generic[_T]):
+class Item(NamedTuple, Generic[_T]):
     """What one line (or row) gave: a value, or what is wrong with it."""
 
     line: int
@@ -269,34 +269,57 @@ def _suffixes(file: str | Path) -> tuple[str, str]:
     return path.suffix.lower(), ""
 
 
-def _rows(file: str, format: str, columns: Sequence[str]) -> Generator[_Item[dict[str, Any]], None, None]:
-    suffix, compression = _suffixes(file)
+def parsed(
+    file: str, format: str, columns: Sequence[str], start: int = 0
+) -> Generator[Item[dict[str, Any]], None, None]:
+    """What the lines or rows of a file give, without the first ``start`` of them."""
+    kind, compression = text_format(file, format), compression_of(file)
+    with opened(file, compression, text=kind != "parquet") as stream:
+        if kind == "parquet":
+            yield from _parquet(file, stream, bool(compression), start)
+        else:
+            items = parsed_lines(file, kind, decoded(_raw_lines(file, stream)), columns)
+            yield from (item for item in items if item.line > start) if start else items
+
+
+def text_format(file: str, format: str) -> str:
+    """The format that a file's text is read by."""
     kind = format_of(file, format)
     if kind is None:
         known = ", ".join(_FORMATS)
+        suffix = _suffixes(file)[0]
         raise InputError(f"{file}: no format known by the name {suffix!r} ({known}): rename it or set data.format")
     if kind == "hdf5":
         raise InputError(f"{file}: HDF5 shards hold masked tokens, not text: they are for training masked models")
-    with _open(file, compression, text=kind != "parquet") as stream:
-        lines = _lines(file, stream)
-        match kind:
-            case "jsonl":
-                yield from _jsonl(file, lines)
-            case "csv":
-                yield from _table(file, _csv(lines), columns)
-            case "tsv":
-                cells = (_Item(n, text.split("\t"), error) for n, text, error in lines if text or error)
-                yield from _table(file, cells, columns)
-            case "txt":
-                yield from (_Item(n, {"text": text}, error) for n, text, error in lines if text.strip() or error)
-            case "parquet":
-                yield from _parquet(file, stream, spool=bool(compression))
-            case _:
-                raise AssertionError(kind)
+    return kind
+
+
+def parsed_lines(
+    file: str,
+    kind: str,
+    lines: Iterator[Item[str]],
+    columns: Sequence[str],
+    names: Sequence[str] = (),
+    begins: bool = True,
+) -> Iterator[Item[dict[str, Any]]]:
+    """What lines give, of a file's beginning, or of its middle, where ``names`` are the columns of a table."""
+    match kind:
+        case "jsonl":
+            yield from _jsonl(file, lines, begins)
+        case "csv":
+            yield from _table(file, _csv(lines), columns, names)
+        case "tsv":
+            cells = (Item(n, text.split("\t"), error) for n, text, error in lines if text or error)
+            yield from _table(file, cells, columns, names)
+        case "txt":
+            yield from (Item(n, {"text": text}, error) for n, text, error in lines if text.strip() or error)
+        case _:
+            raise AssertionError(kind)
 
 
 @contextmanager
-def _open(file: str, compression: str, text: bool) -> Iterator[io.BufferedReader]:
+def opened(file: str, compression: str, text: bool) -> Iterator[io.BufferedReader]:
+    """The bytes of a file, unpacked."""
     with ExitStack() as stack:
         try:
             raw = stack.enter_context(open(file, "rb"))
@@ -366,35 +389,52 @@ class _ZstdFile(io.RawIOBase):
             self._frame = None
 
 
-def _lines(file: str, stream: io.BufferedReader) -> Iterator[_Item[str]]:
-    """The lines as text. They are cut as bytes, at newlines alone: U+2028 and the like are text."""
+def _raw_lines(file: str, stream: io.BufferedReader) -> Iterator[bytes | None]:
     number = 0
     try:
-        while raw := stream.readline(MAX_LINE_BYTES + 1):
+        while True:
+            line, size = raw_line(stream)
+            if not size:
+                return
             number += 1
-            if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
-                while raw and not raw.endswith(b"\n"):
-                    raw = stream.readline(MAX_LINE_BYTES)
-                yield _Item(number, "", f"longer than {MAX_LINE_BYTES:,} bytes: expected one record a line")
-                continue
-            if number == 1:
-                raw = raw.removeprefix(b"\xef\xbb\xbf")
-            yield _decode(number, raw.removesuffix(b"\n").removesuffix(b"\r"))
-    except _BROKEN as error:
+            yield line
+    except BROKEN as error:
         raise InputError(f"{file}: cut or broken after line {number}: {error}") from None
 
 
-def _decode(number: int, raw: bytes) -> _Item[str]:
+def raw_line(stream: io.BufferedReader) -> tuple[bytes | None, int]:
+    """The next line with its newline, or None for one that is too long, and how many bytes it has: none at the end."""
+    raw = stream.readline(MAX_LINE_BYTES + 1)
+    if len(raw) <= MAX_LINE_BYTES or raw.endswith(b"\n"):
+        return raw, len(raw)
+    size = len(raw)
+    while raw and not raw.endswith(b"\n"):
+        raw = stream.readline(MAX_LINE_BYTES)
+        size += len(raw)
+    return None, size
+
+
+def decoded(lines: Iterable[bytes | None], first: int = 1) -> Iterator[Item[str]]:
+    """The lines as text. They were cut as bytes, at newlines alone: U+2028 and the like are text."""
+    for number, raw in enumerate(lines, first):
+        if raw is None:
+            yield Item(number, "", f"longer than {MAX_LINE_BYTES:,} bytes: expected one record a line")
+            continue
+        if number == 1:
+            raw = raw.removeprefix(b"\xef\xbb\xbf")
+        yield _decode(number, raw.removesuffix(b"\n").removesuffix(b"\r"))
+
+
+def _decode(number: int, raw: bytes) -> Item[str]:
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
         # The readable rest still tells CSV where its quotes are.
-        return _Item(number, raw.decode(errors="replace"), f"invalid UTF-8 at byte {error.start + 1} of the line")
-    return _Item(number, text, "holds a NUL character" if "\0" in text else "")
+        return Item(number, raw.decode(errors="replace"), f"invalid UTF-8 at byte {error.start + 1} of the line")
+    return Item(number, text, "holds a NUL character" if "\0" in text else "")
 
 
-def _jsonl(file: str, lines: Iterator[_Item[str]]) -> Iterator[_Item[dict[str, Any]]]:
-    first = True
+def _jsonl(file: str, lines: Iterator[Item[str]], first: bool) -> Iterator[Item[dict[str, Any]]]:
     for number, text, error in lines:
         if not error and not text.strip():
             continue
@@ -412,7 +452,7 @@ def _jsonl(file: str, lines: Iterator[_Item[str]]) -> Iterator[_Item[dict[str, A
             if not error and not isinstance(value, dict):
                 error = f"{type_name(value)}, where a JSON object is expected"
         first = False
-        yield _Item(number, value, error)
+        yield Item(number, value, error)
 
 
 def _is_document(line: str, value: Any) -> bool:
@@ -423,11 +463,11 @@ def _is_document(line: str, value: Any) -> bool:
     return isinstance(items, list) and bool(items) and isinstance(items[0], dict)
 
 
-def _csv(lines: Iterator[_Item[str]]) -> Iterator[_Item[list[str]]]:
+def _csv(lines: Iterator[Item[str]]) -> Iterator[Item[list[str]]]:
     """The rows. A row that does not parse costs its first line alone: the next one is read anew from there."""
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
-    taken: list[_Item[str]] = []
-    again: deque[_Item[str]] = deque()
+    taken: list[Item[str]] = []
+    again: deque[Item[str]] = deque()
 
     def feed() -> Iterator[str]:
         size = 0
@@ -444,20 +484,21 @@ def _csv(lines: Iterator[_Item[str]]) -> Iterator[_Item[list[str]]]:
                 first, wrong = taken[0], [line for line in taken if line.error]
                 taken.clear()
                 if wrong:
-                    yield _Item(wrong[0].line, [], wrong[0].error)
+                    yield Item(wrong[0].line, [], wrong[0].error)
                 elif cells:
-                    yield _Item(first.line, cells)
+                    yield Item(first.line, cells)
             return
         except csv.Error as error:
             first = taken[0]
             again.extendleft(reversed(taken[1:]))
             taken.clear()
             what = f"invalid CSV: {error} (a quote that is not closed, or not doubled?)"
-            yield _Item(first.line, [], first.error or what)
+            yield Item(first.line, [], first.error or what)
 
 
-def _table(file: str, rows: Iterator[_Item[list[str]]], columns: Sequence[str]) -> Iterator[_Item[dict[str, Any]]]:
-    names: list[str] = []
+def _table(
+    file: str, rows: Iterator[Item[list[str]]], columns: Sequence[str], names: Sequence[str] = ()
+) -> Iterator[Item[dict[str, Any]]]:
     for number, cells, error in rows:
         if not names and not error:
             if _is_header(cells, columns):
@@ -468,7 +509,7 @@ def _table(file: str, rows: Iterator[_Item[list[str]]], columns: Sequence[str]) 
             names = [str(n) for n in range(len(cells))]
         if not error and len(cells) != len(names):
             error = f"{len(cells)} columns, where the first row has {len(names)}"
-        yield _Item(number, dict(zip(names, cells, strict=False)), error)
+        yield Item(number, dict(zip(names, cells, strict=False)), error)
 
 
 def _is_header(cells: list[str], columns: Sequence[str]) -> bool:
@@ -478,7 +519,7 @@ def _is_header(cells: list[str], columns: Sequence[str]) -> bool:
     return "text" in names or any(names.issuperset(pair) for pair in PAIRS)
 
 
-def _parquet(file: str, stream: io.BufferedReader, spool: bool) -> Iterator[_Item[dict[str, Any]]]:
+def _parquet(file: str, stream: io.BufferedReader, spool: bool, start: int) -> Iterator[Item[dict[str, Any]]]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -490,11 +531,18 @@ def _parquet(file: str, stream: io.BufferedReader, spool: bool) -> Iterator[_Ite
         try:
             if spool:
                 shutil.copyfileobj(stream, seekable)
-            for batch in parquet.ParquetFile(seekable).iter_batches(batch_size=256):
+            opened = parquet.ParquetFile(seekable)
+            sizes = [opened.metadata.row_group(i).num_rows for i in range(opened.num_row_groups)]
+            groups = list(range(len(sizes)))
+            while groups and number + sizes[groups[0]] <= start:
+                number += sizes[groups.pop(0)]
+            for batch in opened.iter_batches(batch_size=256, row_groups=groups):
                 for row in _batch_rows(batch):
                     number += 1
-                    yield _Item(number, row or {}, "" if row is not None else "invalid UTF-8")
-        except (pyarrow.ArrowException, *_BROKEN) as error:
+                    if number <= start:
+                        continue
+                    yield Item(number, row or {}, "" if row is not None else "invalid UTF-8")
+        except (pyarrow.ArrowException, *BROKEN) as error:
             what = (str(error).splitlines() or [type(error).__name__])[0]
             raise InputError(f"{file}: not a whole parquet file (read to row {number}): {what}") from None
 

@@ -5,28 +5,29 @@ Each objective is a pure function of tokens and seed; no token of a document is 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from t2t.data.packing import Feature
-from t2t.data.tokens import Ragged
+from t2t.data.ragged import Ragged
 
 NOTHING = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenized documents without start and end tokens, where each begins in the files, and the words of all.
+    """Tokenized documents, where each begins in the files, and the words of all.
 
-    >>> Documents(Ragged.of([[5, 6], [7]], vocab_size=384), ("a.txt:1", "a.txt:4"), words=2).tokens[1]
-    array([7], dtype=uint16)
+    Here each ends with the end token; those of masked models have none (`t2t.data.masked`).
+
+    >>> Documents(Ragged.of([[5, 6, 1], [7, 1]], vocab_size=384), ("a.txt:1", "a.txt:4"), words=2).tokens[1]
+    array([7, 1], dtype=uint16)
     """
 
     tokens: Ragged
-    where: tuple[str, ...]
+    where: Sequence[str]
     words: int
 
     def __len__(self) -> int:
@@ -35,48 +36,42 @@ class Documents:
     @property
     def fingerprint(self) -> str:
         """A digest of every token: two sets of documents are equal when theirs are."""
-        content = self.tokens.offsets.tobytes() + b"|" + np.ascontiguousarray(self.tokens.ids).tobytes()
-        return hashlib.sha256(content).hexdigest()[:16]
+        return self.tokens.digest
 
 
 class DocumentLM:
     """The next token, of documents that never see one another: each begins after the start token and ends with the end.
 
     A document longer than ``block`` is cut into pieces; a piece begins with the last token of the one before, so that
-    every token is predicted once.
+    every token is predicted once. A number a document is kept, to find its pieces.
 
-    >>> documents = Documents(Ragged.of([[5, 6, 7], [8]], vocab_size=384), ("a.txt:1", "a.txt:2"), words=2)
-    >>> examples = DocumentLM(documents, start_id=2, eos_id=1, block=3)
+    >>> documents = Documents(Ragged.of([[5, 6, 7, 1], [8, 1]], vocab_size=384), ("a.txt:1", "a.txt:2"), words=2)
+    >>> examples = DocumentLM(documents, start_id=2, block=3)
     >>> [(f.inputs.tolist(), f.labels.tolist()) for f in (examples.feature(i, seed=0) for i in range(len(examples)))]
     [([2, 5, 6], [5, 6, 7]), ([7], [1]), ([2, 8], [8, 1])]
     """
 
-    def __init__(self, documents: Documents, start_id: int, eos_id: int, block: int) -> None:
-        self.documents, self.start_id, self.eos_id, self.block = documents, start_id, eos_id, block
+    def __init__(self, documents: Documents, start_id: int, block: int) -> None:
+        self.documents, self.start_id, self.block = documents, start_id, block
         self.words = documents.words
         self.fingerprint = f"{documents.fingerprint}-lm-{block}"
-        lengths = documents.tokens.lengths + 1  # a label for every token, and for the end
-        self._ends = np.cumsum(-(-lengths // block))
+        self.longest = 0, min(block, documents.tokens.longest)
+        self._ends = np.cumsum(-(-documents.tokens.lengths // block))
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The slots that each piece takes in both streams."""
-        lengths = self.documents.tokens.lengths + 1
-        pieces = -(-lengths // self.block)
-        target = np.full(len(self), self.block)
-        target[self._ends - 1] = lengths - (pieces - 1) * self.block
-        return np.zeros(len(self), dtype=np.int64), target
+        places = [self._place(i) for i in index.tolist()]
+        left = [len(self.documents.tokens[document]) - start for document, start in places]
+        return np.zeros(len(index), dtype=np.int64), np.minimum(left, self.block)
 
     def feature(self, i: int, seed: int) -> Feature:
         """Piece ``i``."""
         document, start = self._place(i)
         whole = self.documents.tokens[document]
         labels = whole[start : start + self.block].astype(np.int64)
-        if start + self.block > len(whole):
-            labels = np.append(labels, self.eos_id)
         before = self.start_id if start == 0 else whole[start - 1]
         return Feature(NOTHING, np.append(before, labels[:-1]), labels)
 
@@ -93,62 +88,59 @@ class DocumentLM:
 
 
 class Windows:
-    """All documents one after the other, each followed by the end token, cut into windows of ``size`` tokens."""
+    """All documents one after the other, cut into windows of ``size`` tokens."""
 
-    def __init__(self, documents: Documents, eos_id: int, size: int) -> None:
-        self.documents, self.size = documents, size
-        counts = documents.tokens.lengths + 1
-        self.ends = np.cumsum(counts)
-        self.ids = np.full(int(self.ends[-1]) if len(counts) else 0, eos_id, dtype=np.int64)
-        text = np.ones(len(self.ids), dtype=bool)
-        text[self.ends - 1] = False
-        self.ids[text] = documents.tokens.ids
+    def __init__(self, documents: Documents, size: int) -> None:
+        self.documents, self.tokens, self.size = documents, documents.tokens, size
 
     def __len__(self) -> int:
-        return -(-len(self.ids) // self.size)
+        return -(-self.tokens.total // self.size)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        return self.ids[i * self.size : (i + 1) * self.size]
+        window = self.tokens.tokens(i * self.size, min((i + 1) * self.size, self.tokens.total))
+        return window.astype(np.int64)
+
+    def sizes(self, index: np.ndarray) -> np.ndarray:
+        """How long each of these is: all alike but the last."""
+        return np.minimum(self.tokens.total - index * self.size, self.size)
 
     @property
-    def lengths(self) -> np.ndarray:
-        """How long each window is: all alike but the last."""
-        lengths = np.full(len(self), self.size)
-        lengths[-1:] = len(self.ids) - (len(self) - 1) * self.size
-        return lengths
+    def longest(self) -> int:
+        """How long the longest is."""
+        return min(self.tokens.total, self.size)
 
     def tell(self, i: int) -> dict[str, str | list[int]]:
         """Where window ``i`` came from, and its tokens."""
-        document = int(np.searchsorted(self.ends, i * self.size, side="right"))
+        document, _ = self.tokens.locate(i * self.size)
         return {"where": self.documents.where[document], "text": self[i].tolist()}
 
 
 class BlockLM:
     """The next token, over blocks of one length cut from all documents joined, as the classic scripts have it.
 
-    >>> documents = Documents(Ragged.of([[5, 6, 7], [8]], vocab_size=384), ("a.txt:1", "a.txt:2"), words=2)
-    >>> examples = BlockLM(documents, start_id=2, eos_id=1, block=4)
+    >>> documents = Documents(Ragged.of([[5, 6, 7, 1], [8, 1]], vocab_size=384), ("a.txt:1", "a.txt:2"), words=2)
+    >>> examples = BlockLM(documents, start_id=2, block=4)
     >>> [(f.inputs.tolist(), f.labels.tolist()) for f in (examples.feature(i, seed=0) for i in range(len(examples)))]
     [([2, 5, 6, 7], [5, 6, 7, 1]), ([1, 8], [8, 1])]
     """
 
-    def __init__(self, documents: Documents, start_id: int, eos_id: int, block: int) -> None:
-        self.documents, self.windows, self.start_id = documents, Windows(documents, eos_id, block), start_id
+    def __init__(self, documents: Documents, start_id: int, block: int) -> None:
+        self.documents, self.windows, self.start_id = documents, Windows(documents, block), start_id
         self.fingerprint = f"{documents.fingerprint}-blocks-{block}"
         self.tell, self.words = self.windows.tell, documents.words
+        self.longest = 0, self.windows.longest
 
     def __len__(self) -> int:
         return len(self.windows)
 
-    @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The slots that each block takes in both streams."""
-        return np.zeros(len(self), dtype=np.int64), self.windows.lengths
+        return np.zeros(len(index), dtype=np.int64), self.windows.sizes(index)
 
     def feature(self, i: int, seed: int) -> Feature:
         """Block ``i``; it begins after the last token of the one before."""
         labels = self.windows[i]
-        before = self.start_id if i == 0 else self.windows[i - 1][-1]
+        before = self.documents.tokens.tokens(i * self.windows.size - 1, i * self.windows.size) if i else self.start_id
         return Feature(NOTHING, np.append(before, labels[:-1]), labels)
 
 
@@ -180,7 +172,7 @@ class SpanCorruption:
 
     Windows are as long as makes the source exactly ``longest`` tokens.
 
-    >>> documents = Documents(Ragged.of([list(range(10, 19))], vocab_size=384), ("a.txt:1",), words=9)
+    >>> documents = Documents(Ragged.of([[*range(10, 19), 1]], vocab_size=384), ("a.txt:1",), words=9)
     >>> examples = SpanCorruption(documents, 0, 1, sentinels=[259, 260], longest=9, density=0.3, mean_span=1.5)
     >>> feature = examples.feature(0, seed=3)
     >>> feature.source.tolist(), feature.labels.tolist()
@@ -203,7 +195,7 @@ class SpanCorruption:
         # Sentinels are few: a window may not need more of them than there are.
         while span_lengths(size, density, mean_span)[1] > len(sentinels):
             size -= 1
-        self.windows = Windows(documents, eos_id, size)
+        self.windows = Windows(documents, size)
         self.fingerprint = f"{documents.fingerprint}-spans-{size}-{density:g}-{mean_span:g}"
         self.tell, self.words = self.windows.tell, documents.words
 
@@ -211,13 +203,15 @@ class SpanCorruption:
         return len(self.windows)
 
     @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+    def longest(self) -> tuple[int, int]:
+        source, target = self.sizes(np.zeros(1, dtype=np.int64))
+        return int(source[0]), int(target[0])
+
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The slots that each window takes in both streams."""
-        source, target = self.windows.lengths.copy(), self.windows.lengths.copy()
-        for size in np.unique(self.windows.lengths).tolist():
-            noise, spans, length = span_lengths(size, self.density, self.mean_span)
-            source[self.windows.lengths == size], target[self.windows.lengths == size] = length, noise + spans + 1
-        return source, target
+        told = [span_lengths(size, self.density, self.mean_span) for size in self.windows.sizes(index).tolist()]
+        noise, spans, source = np.array(told, dtype=np.int64).reshape(-1, 3).T
+        return source, noise + spans + 1
 
     def feature(self, i: int, seed: int) -> Feature:
         """Window ``i``, its spans drawn by the seed."""
@@ -262,7 +256,7 @@ def corrupted(tokens: np.ndarray, mask: np.ndarray, sentinels: np.ndarray) -> np
 class PrefixLM:
     """The rest of a passage from its beginning: windows as long as the longer side, cut where the seed says.
 
-    >>> documents = Documents(Ragged.of([[5, 6, 7, 8]], vocab_size=384), ("a.txt:1",), words=4)
+    >>> documents = Documents(Ragged.of([[5, 6, 7, 8, 1]], vocab_size=384), ("a.txt:1",), words=4)
     >>> feature = PrefixLM(documents, start_id=0, eos_id=1, max_source=6, max_target=6).feature(0, seed=1)
     >>> feature.source.tolist(), feature.labels.tolist()
     ([5, 6, 1], [7, 8, 1, 1])
@@ -271,7 +265,7 @@ class PrefixLM:
     def __init__(self, documents: Documents, start_id: int, eos_id: int, max_source: int, max_target: int) -> None:
         self.documents, self.start_id, self.eos_id = documents, start_id, eos_id
         self.max_source, self.max_target = max_source, max_target
-        self.windows = Windows(documents, eos_id, max(max_source, max_target) - 1)  # an end token on either side
+        self.windows = Windows(documents, max(max_source, max_target) - 1)  # an end token on either side
         self.fingerprint = f"{documents.fingerprint}-prefix-{max_source}-{max_target}"
         self.tell, self.words = self.windows.tell, documents.words
 
@@ -279,9 +273,13 @@ class PrefixLM:
         return len(self.windows)
 
     @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+    def longest(self) -> tuple[int, int]:
+        longest = self.windows.longest + 1
+        return min(longest, self.max_source), min(longest, self.max_target)
+
+    def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The most slots that each window may take in both streams."""
-        lengths = self.windows.lengths + 1
+        lengths = self.windows.sizes(index) + 1
         return np.minimum(lengths, self.max_source), np.minimum(lengths, self.max_target)
 
     def feature(self, i: int, seed: int) -> Feature:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from t2t.data.ragged import Ragged, id_type
 from t2t.data.tasks import Example, Messages
 from t2t.errors import InputError
 
@@ -243,46 +244,16 @@ def _auto(source: str, name: str, **where: str) -> HuggingFace:
         raise InputError(f"model.tokenizer: cannot load {name}: {reason}") from error
 
 
-class Ragged:
-    """Many token sequences in one array.
-
-    >>> lists = Ragged.of([[5, 6, 1], [7, 1]], vocab_size=384)
-    >>> lists[1], lists.lengths, lists.ids.dtype
-    (array([7, 1], dtype=uint16), array([3, 2]), dtype('uint16'))
-    """
-
-    def __init__(self, ids: np.ndarray, offsets: np.ndarray) -> None:
-        self.ids, self.offsets = ids, offsets
-
-    @classmethod
-    def of(cls, sequences: Iterable[Sequence[int] | np.ndarray], vocab_size: int) -> Ragged:
-        """Gather sequences, each id in two bytes where the vocabulary allows."""
-        dtype = np.uint16 if vocab_size <= 65536 else np.uint32
-        parts = [np.asarray(s, dtype=dtype) for s in sequences]
-        offsets = np.zeros(len(parts) + 1, dtype=np.int64)
-        np.cumsum([len(p) for p in parts], out=offsets[1:])
-        return cls(np.concatenate(parts) if parts else np.zeros(0, dtype), offsets)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        return self.ids[self.offsets[i] : self.offsets[i + 1]]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.offsets)
-
-
 @dataclass(frozen=True)
 class Pairs:
     """Tokenized examples, end tokens included, with the place in the files that each came from."""
 
     source: Ragged
     target: Ragged
-    where: tuple[str, ...]
+    where: Sequence[str]
     cut_sources: int
     cut_targets: int
+    longest_known: int = 0
 
     def __len__(self) -> int:
         return len(self.source)
@@ -292,12 +263,14 @@ class Pairs:
         return {"where": self.where[i], "source": self.source[i].tolist(), "target": self.target[i].tolist()}
 
     @property
+    def longest(self) -> int:
+        """The most tokens that a pair has on both sides."""
+        return self.longest_known or int((self.source.lengths + self.target.lengths).max(initial=0))
+
+    @property
     def fingerprint(self) -> str:
         """A digest of every token: two tables are equal when theirs are."""
-        digest = hashlib.sha256()
-        for part in (self.source, self.target):
-            digest.update(part.offsets.tobytes() + b"|" + np.ascontiguousarray(part.ids).tobytes())
-        return digest.hexdigest()[:16]
+        return f"{self.source.digest}-{self.target.digest}"
 
 
 def tokenize(
@@ -319,7 +292,7 @@ def tokenize(
     where: list[str] = []
     sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     cut = [0, 0]
-    dtype = np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32
+    dtype = id_type(tokenizer.vocab_size)
     for block in _blocks(examples, 1000):
         where.extend(e.where for e in block)
         for side, texts, longest in (

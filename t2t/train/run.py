@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -244,7 +244,7 @@ def _loader(
 
 
 def _check_positions(model: Model, examples: Objective) -> None:
-    longest = max(int(side.max()) for side in examples.lengths)
+    longest = max(examples.longest)
     room = getattr(model.config, "positions", 0)  # 0: any number
     if 0 < room < longest:
         own = f", {len(model.prompt)} of them a soft prompt's" if model.prompt else ""
@@ -319,7 +319,7 @@ def summary(run: Run) -> str:
     trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
     weights = sum(p.nbytes for p in parameters.values())
     per_step = min(config.train.batch, len(run.splits.train))
-    lengths = sum(side.mean() for side in run.loader.examples.lengths)
+    lengths = sum(run.loader.mean_sizes)
     dtype = str(run.model.head.dtype).removeprefix("torch.")
     memory = weights + state_bytes(parameters, config.optim) + activation_bytes(run)
     have = devices.total_memory(run.device)
@@ -364,7 +364,7 @@ def activation_bytes(run: Run) -> int:
     rows, seen = float(loader.micro_rows), (float(shape.source_row), float(shape.target_row))
     if not loader.static:  # rows of their own length, of which every segment sees itself
         most = loader.workers * rows * sum(seen)
-        seen = cast("tuple[float, float]", tuple(float(side.mean()) for side in loader.examples.lengths))
+        seen = loader.mean_sizes
         rows = min(run.config.train.batch, len(loader.examples), most / sum(seen))
     kept = run.model.config.activations(*seen, loader.static, run.config.train.gradient_checkpointing)
     return int(rows * run.model.head.element_size() * kept)

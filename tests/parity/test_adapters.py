@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,8 @@ from t2t import generate
 from t2t.config import Generate
 from t2t.data.objectives import CausalPairs, Prompted, Seq2Seq
 from t2t.data.packing import collate
-from t2t.data.tokens import Pairs, Ragged
+from t2t.data.ragged import Ragged
+from t2t.data.tokens import Pairs
 from t2t.generate.decode import decode
 from t2t.models import adapters, load
 from t2t.models.base import Model, Rows
@@ -224,7 +226,8 @@ def test_every_segment_of_a_packed_row_has_its_own_soft_prompt(base: Path) -> No
     inner = Seq2Seq(pairs, start_id=0) if model.kind == "seq2seq" else CausalPairs(pairs)
     examples = Prompted(inner, model.prompt, model.kind)
     features = [examples.feature(i, 0) for i in range(3)]
-    assert [f.size for f in features] == list(zip(*(side.tolist() for side in examples.lengths), strict=True))
+    sizes = (side.tolist() for side in examples.sizes(np.arange(3)))
+    assert [f.size for f in features] == list(zip(*sizes, strict=True))
     widths = [sum(f.size[side] for f in features) for side in (0, 1)]
 
     def loss(rows: list[list[int]], side: list[int]) -> Tensor:

@@ -16,8 +16,9 @@ from t2t.data.loader import Loader
 from t2t.data.masked import Masking, NextSentence
 from t2t.data.objectives import Objective
 from t2t.data.packing import IGNORE, Batch, RowShape
+from t2t.data.ragged import Ragged
 from t2t.data.text import BlockLM, Documents
-from t2t.data.tokens import Marks, Ragged
+from t2t.data.tokens import Marks
 from t2t.models import load
 from t2t.optim.build import Optimizer, schedule
 from t2t.train.step import train_step
@@ -46,7 +47,7 @@ def documents() -> tuple[Documents, np.ndarray]:
 def examples(kind: str) -> Objective:
     text, sentences = documents()
     if kind == "gpt2":
-        return BlockLM(text, start_id=1, eos_id=1, block=LENGTH)
+        return BlockLM(text, start_id=1, block=LENGTH)
     marks = Marks(cls=2, sep=3, mask=4, ordinary=np.arange(VOCABULARY) > 4, continues=None)
     return NextSentence(text, sentences, Masking(marks, most=6), LENGTH)
 

@@ -12,6 +12,7 @@ import pytest
 
 from t2t.data import order, tokens
 from t2t.data.loader import step_examples
+from t2t.data.ragged import Ragged
 from t2t.data.tasks import Example
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cpu_vs_hf.py"
@@ -28,8 +29,8 @@ def bench():
 
 
 def lengths_as_pairs(source, target):
-    ragged = [tokens.Ragged.of([[5] * n for n in side], vocab_size=384) for side in (source, target)]
-    return tokens.Pairs(*ragged, where=("",) * len(source), cut_sources=0, cut_targets=0)
+    sides = [Ragged.of([[5] * n for n in side], vocab_size=384) for side in (source, target)]
+    return tokens.Pairs(*sides, where=("",) * len(source), cut_sources=0, cut_targets=0)
 
 
 def test_smoke_counts_the_tokens_of_both_sides(bench, tmp_path):

@@ -66,7 +66,7 @@ def test_every_row_of_every_shard_is_an_example(
 ) -> None:
     monkeypatch.setattr(hdf5, "MOST_OPEN", 2)  # so that files are closed and opened again
     examples = Shards([file for file, _ in shards], VOCABULARY)
-    assert (len(examples), examples.longest, examples.predictions) == (13, LENGTH, MOST)
+    assert (len(examples), examples.longest, examples.predictions) == (13, (0, LENGTH), MOST)
     expected = [(content, row, file) for file, content in shards for row in range(len(content[PAIR]))]
     for again in (examples, pickle.loads(pickle.dumps(examples))):  # as a reader process gets it
         for i, (content, row, file) in enumerate(expected):

@@ -21,8 +21,9 @@ from t2t.data import tokens
 from t2t.data.loader import Loader, pick_shape, prediction_slots, read_splits
 from t2t.data.masked import Masked, MaskedLM, Masking, NextSentence, most_predictions
 from t2t.data.packing import IGNORE, Feature, RowShape
+from t2t.data.ragged import Ragged
 from t2t.data.text import Documents
-from t2t.data.tokens import Bytes, Marks, Ragged
+from t2t.data.tokens import Bytes, Marks
 from t2t.errors import InputError
 from t2t.models import load as models
 from t2t.train import evaluate
@@ -65,11 +66,11 @@ def sides(feature: Feature) -> tuple[np.ndarray, np.ndarray]:
 def test_every_token_of_a_document_is_in_one_piece(longest: int, whole_words: bool) -> None:
     documents, _ = some(1)
     examples = MaskedLM(documents, Masking(MARKS, most_predictions(longest), whole_words), longest)
-    rebuilt = []
+    rebuilt, sizes = [], examples.sizes(np.arange(len(examples)))[1]
     for i in range(len(examples)):
         feature = examples.feature(i, seed=i)
         text = original(feature)
-        assert (text[0], text[-1], len(text)) == (CLS, SEP, examples.lengths[1][i])
+        assert (text[0], text[-1], len(text)) == (CLS, SEP, sizes[i])
         assert len(text) <= longest
         assert 0 <= feature.predicted <= examples.predictions
         assert whole_words or feature.predicted == max(1, round(0.15 * len(text)))
@@ -77,7 +78,7 @@ def test_every_token_of_a_document_is_in_one_piece(longest: int, whole_words: bo
         assert documents.tokens[examples.document(i)][0] <= text[1]
         assert examples.tell(i)["text"] == text[1:-1].tolist()
         rebuilt += text[1:-1].tolist()
-    assert rebuilt == documents.tokens.ids.tolist()
+    assert rebuilt == documents.tokens.tokens(0, documents.tokens.total).tolist()
 
 
 def test_the_shares_are_those_of_the_paper() -> None:
@@ -148,7 +149,7 @@ def test_the_seed_decides() -> None:
 def test_every_sentence_is_used_and_partners_come_from_where_the_label_says(seed: int, longest: int) -> None:
     documents, sentences = some(seed)
     examples = NextSentence(documents, sentences, Masking(MARKS, 20), longest)
-    offsets = documents.tokens.offsets
+    offsets = np.append(0, np.cumsum(documents.tokens.lengths))
     assert examples.starts[0] == 0 and (examples.starts[1:] == examples.stops[:-1]).all()
     assert examples.stops[-1] == offsets[-1]  # passages are all of the text, each token once
     for start, stop in zip(examples.starts, examples.stops, strict=True):  # of whole sentences, or inside one
@@ -157,7 +158,7 @@ def test_every_sentence_is_used_and_partners_come_from_where_the_label_says(seed
     def document(token: int) -> int:
         return int(np.searchsorted(offsets, token - FIRST, side="right")) - 1
 
-    followed, drawn = 0, 0
+    followed, drawn, sizes = 0, 0, examples.sizes(np.arange(len(examples)))[1]
     for i in range(len(examples)):
         for draw in range(6):
             feature = examples.feature(i, seed=100 * i + draw)
@@ -165,7 +166,7 @@ def test_every_sentence_is_used_and_partners_come_from_where_the_label_says(seed
             own = examples.passage(i).tolist()
             assert own in (first.tolist(), second.tolist())
             assert len(first) and len(second)
-            assert len(feature.inputs) <= examples.lengths[1][i] <= longest
+            assert len(feature.inputs) <= sizes[i] <= longest
             assert {document(t) for t in first} | {document(t) for t in second} >= {examples.document(i)}
             assert len({document(t) for t in first}) == len({document(t) for t in second}) == 1
             if feature.pair == 0:
@@ -192,7 +193,7 @@ def test_half_of_the_partners_follow_and_most_pairs_are_full() -> None:
     short = np.mean(examples.most < 125)
     assert short == pytest.approx(0.1, abs=0.08)
     # Where a partner comes from says nothing about the label: the beginnings of documents are never second.
-    beginnings = set((documents.tokens.offsets[:-1] + FIRST).tolist())
+    beginnings = set((examples.offsets[:-1] + FIRST).tolist())
     assert not any(sides(f)[1][0] in beginnings for f in features)
 
 
@@ -219,7 +220,7 @@ def shape(row: int) -> RowShape:
 def small(seed: int) -> NextSentence:
     """Pairs in the 64 tokens of the tiny model."""
     documents, sentences = some(seed)
-    folded = Ragged(documents.tokens.ids % 50 + FIRST, documents.tokens.offsets)
+    folded = Ragged.of((documents.tokens[i] % 50 + FIRST for i in range(len(documents))), VOCABULARY)
     return NextSentence(Documents(folded, documents.where, 0), sentences, Masking(marks_of(64), 8), 48)
 
 
@@ -339,7 +340,7 @@ def test_plain_text_is_masked_for_a_masked_model_and_documents_stay_apart(make: 
     chosen = make(data__objective="masked_lm_nsp")
     pairs = read_splits(chosen.data, loaded, seed=1, kind="masked").train
     assert isinstance(pairs, NextSentence) and isinstance(pairs, Masked)
-    assert pairs.documents.tokens.ids.tolist() == splits.train.documents.tokens.ids.tolist()
+    assert pairs.documents.tokens.digest == splits.train.documents.tokens.digest
 
 
 @pytest.mark.parametrize(

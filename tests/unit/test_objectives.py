@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from t2t.data.objectives import MASK, CausalPairs, CharacterNoise, Seq2Seq, character_noise
-from t2t.data.tokens import Bytes, Pairs, Ragged
+from t2t.data.ragged import Ragged
+from t2t.data.tokens import Bytes, Pairs
 
 BYTES = Bytes()
 TEXT = "Țara de jos, 1925: «ploaia» cade încet peste sate și câmpuri; nu mai e nimeni — doar vântul."
@@ -102,5 +103,5 @@ def test_a_causal_model_is_to_say_the_target_or_both(both: bool) -> None:
     feature = examples.feature(0, seed=0)
     assert feature.inputs.tolist() == [7, 8, 9, 5, 6]
     assert feature.labels.tolist() == ([8, 9, 5, 6, 1] if both else [-100, -100, 5, 6, 1])
-    assert [side.tolist() for side in examples.lengths] == [[0], [5]]
+    assert [side.tolist() for side in examples.sizes(np.arange(1))] == [[0], [5]]
     assert examples.tell(0)["where"] == "x:7"

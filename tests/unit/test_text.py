@@ -10,6 +10,7 @@ import pytest
 from t2t.config import Data
 from t2t.data.loader import read_documents, read_splits
 from t2t.data.packing import IGNORE, Feature
+from t2t.data.ragged import Ragged
 from t2t.data.text import (
     BlockLM,
     DocumentLM,
@@ -20,7 +21,7 @@ from t2t.data.text import (
     span_lengths,
     span_window,
 )
-from t2t.data.tokens import Bytes, Ragged
+from t2t.data.tokens import Bytes
 from t2t.errors import InputError
 
 START, END = 2, 1
@@ -29,17 +30,18 @@ SENTINELS = list(range(300, 340))
 
 def some(seed: int, count: int = 7) -> Documents:
     rng = np.random.default_rng(seed)
-    texts = [rng.integers(10, 200, rng.integers(1, 60)) for _ in range(count)]
+    texts = [[*rng.integers(10, 200, rng.integers(1, 60)), END] for _ in range(count)]
     return Documents(Ragged.of(texts, 384), tuple(f"a.txt:{i}" for i in range(count)), words=9)
 
 
 def stream(documents: Documents) -> list[int]:
-    return [t for i in range(len(documents)) for t in [*documents.tokens[i].tolist(), END]]
+    return [t for i in range(len(documents)) for t in documents.tokens[i].tolist()]
 
 
 def all_of(examples: DocumentLM | BlockLM | SpanCorruption | PrefixLM, seed: int = 5) -> list[Feature]:
     features = [examples.feature(i, seed + i) for i in range(len(examples))]
-    source, target = examples.lengths
+    source, target = examples.sizes(np.arange(len(examples)))
+    assert examples.longest == (source.max(), target.max())
     for i, feature in enumerate(features):
         assert len(feature.inputs) == len(feature.labels)
         assert len(feature.source) <= source[i] and len(feature.inputs) <= target[i]
@@ -53,10 +55,10 @@ def all_of(examples: DocumentLM | BlockLM | SpanCorruption | PrefixLM, seed: int
 @pytest.mark.parametrize("block", [2, 7, 16, 59, 60, 500])
 def test_documents_are_said_whole_and_apart(seed: int, block: int) -> None:
     documents = some(seed)
-    examples = DocumentLM(documents, START, END, block)
+    examples = DocumentLM(documents, START, block)
     features = all_of(examples)
     assert [t for f in features for t in f.labels.tolist()] == stream(documents)
-    assert examples.lengths[1].tolist() == [len(f.labels) for f in features]
+    assert examples.sizes(np.arange(len(examples)))[1].tolist() == [len(f.labels) for f in features]
     for feature in features:
         assert feature.inputs[1:].tolist() == feature.labels[:-1].tolist()
     begins = [f for f in features if f.inputs[0] == START]
@@ -68,7 +70,7 @@ def test_documents_are_said_whole_and_apart(seed: int, block: int) -> None:
 @pytest.mark.parametrize("block", [2, 16, 500])
 def test_blocks_are_the_stream_cut_evenly(seed: int, block: int) -> None:
     documents = some(seed)
-    examples = BlockLM(documents, START, END, block)
+    examples = BlockLM(documents, START, block)
     features = all_of(examples)
     labels = [t for f in features for t in f.labels.tolist()]
     assert labels == stream(documents)
@@ -141,7 +143,7 @@ def test_a_prefix_and_its_rest_are_the_passage(seed: int, source: int, target: i
 
 
 def test_no_label_is_ignored() -> None:
-    for feature in all_of(DocumentLM(some(3), START, END, 16)):
+    for feature in all_of(DocumentLM(some(3), START, 16)):
         assert (feature.labels != IGNORE).all()
 
 

@@ -13,8 +13,9 @@ import sentencepiece
 from t2t.config import Data
 from t2t.data import tokens
 from t2t.data.loader import tokenized
+from t2t.data.ragged import Ragged
 from t2t.data.tasks import Example
-from t2t.data.tokens import Bytes, Ragged, tokenize
+from t2t.data.tokens import Bytes, tokenize
 from t2t.errors import InputError
 
 TEXT = """Ploaia cade încet peste sate și câmpuri. Vântul bate dinspre munte, iar oamenii stau la gura sobei.
@@ -151,9 +152,9 @@ def test_the_fingerprint_tells_tables_apart() -> None:
 
 
 def test_ids_take_two_bytes_where_they_can() -> None:
-    assert Ragged.of([[65535]], 65536).ids.dtype == np.uint16
+    assert Ragged.of([[65535]], 65536)[0].dtype == np.uint16
     wide = Ragged.of([[250111, 1], []], 250112)
-    assert wide.ids.dtype == np.uint32
+    assert wide[0].dtype == np.uint32
     assert [wide[i].tolist() for i in range(2)] == [[250111, 1], []]
     assert len(Ragged.of([], 10)) == 0
 
