@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from t2t.errors import InputError
+from t2t.files import sync, write
 
 _FORMAT = 1
 _LONGEST_HEADER = 100_000_000  # as safetensors has it
@@ -120,8 +121,8 @@ def save(
         # A full disk needs its room back at once; what cannot be removed now, the next save's clean() removes.
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    _sync(root)
-    _sync(root.parent)
+    sync(root)
+    sync(root.parent)
     clean(root)
     return final
 
@@ -231,7 +232,7 @@ def prune(root: Path, keep: int, protect: Collection[int] = ()) -> None:
         if folder != good:
             folder.rename(_grave(folder))
     # The new names must be on the disk first: a power cut must not bring back a half-deleted folder as step-*.
-    _sync(root)
+    sync(root)
     clean(root)
 
 
@@ -247,25 +248,6 @@ def clean(root: Path) -> None:
     """
     for path in root.glob(".step-*"):
         shutil.rmtree(path)
-
-
-def atomic_write(path: Path, data: str | bytes) -> None:
-    """Write a whole file or nothing: whoever reads ``path`` sees the old content or the new, even after a crash.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as run:
-    ...     atomic_write(Path(run) / "result.json", "{}")
-    ...     os.listdir(run)
-    ['result.json']
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        _write(draft, data.encode() if isinstance(data, str) else data)
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
 
 
 class RunLock:
@@ -329,7 +311,7 @@ def _grave(folder: Path) -> Path:
 
 def _fill(folder: Path, step: int, parts: Mapping[str, Mapping[str, Tensor]], state: bytes, shard_bytes: int) -> None:
     """All files of a checkpoint, the manifest last, and all of them on the disk."""
-    _write(folder / "state.json", state)
+    write(folder / "state.json", state)
     files: dict[str, Any] = {"state.json": {"bytes": len(state), "sha256": sha256(state).hexdigest()}}
     index: dict[str, dict[str, Any]] = {}
     for kind, part in parts.items():
@@ -338,8 +320,8 @@ def _fill(folder: Path, step: int, parts: Mapping[str, Mapping[str, Tensor]], st
             file = folder / f"{kind}-{number:05d}.safetensors"
             index[kind] |= _write_shard(file, shard)
             files[file.name] = {"bytes": file.stat().st_size}
-    _write(folder / "manifest.json", _sealed({"format": _FORMAT, "step": step, "tensors": index, "files": files}))
-    _sync(folder)
+    write(folder / "manifest.json", _sealed({"format": _FORMAT, "step": step, "tensors": index, "files": files}))
+    sync(folder)
 
 
 def _cut(part: Mapping[str, Tensor], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -404,22 +386,6 @@ def _sealed(body: Mapping[str, Any]) -> bytes:
     """The manifest's text, which ends with a checksum of the rest."""
     seal = sha256(json.dumps(body).encode()).hexdigest()
     return json.dumps({**body, "sha256": seal}, indent=1).encode()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Put a folder's own entries, such as a rename, on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- reading

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t2t.data.ragged import Ragged, id_type
+from t2t.data.ragged import Memory, Ragged, id_type
 from t2t.data.tasks import Example, Messages
 from t2t.errors import InputError
 
@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
         """A conversation by the tokenizer's chat template, with or without the beginning of an answer."""
 
     def encode(self, text: str) -> list[int]: ...
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def save(self, folder: Path) -> None: ...
 
@@ -91,8 +91,8 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         return [b + 3 for b in text.encode()]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8) + np.uint16(3) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i - 3 for i in ids if 3 <= i < 259).decode(errors="ignore")
@@ -117,14 +117,14 @@ class HuggingFace:
         if end is None:
             raise InputError(f"{name}: the tokenizer has no end token")
         self.inner = tokenizer
+        self._fast = getattr(tokenizer, "backend_tokenizer", None)
         self.eos_id: int = end
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
         self.vocab_size = len(tokenizer)
         names = [f"<extra_id_{i}>" for i in range(1000)]
         vocabulary = tokenizer.get_vocab()
         self.sentinels = [vocabulary[name] for name in names if name in vocabulary]
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+        content = self._fast.to_str() if self._fast is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
         self.specials = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.starts: Sequence[int] = _before(tokenizer("a")["input_ids"], self.encode("a"))
@@ -147,6 +147,8 @@ class HuggingFace:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._fast is not None:  # without the masks that transformers makes beside the ids
+            return [found.ids for found in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
         return self.inner(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -290,22 +292,27 @@ def tokenize(
     (array([100, 101,   1], dtype=uint16), array([101,   1], dtype=uint16), 1)
     """
     where: list[str] = []
-    sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    cut = [0, 0]
-    dtype = id_type(tokenizer.vocab_size)
+    dtype, cut = id_type(tokenizer.vocab_size), [0, 0]
+    parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    lengths: tuple[list[int], list[int]] = ([], [])
     for block in _blocks(examples, 1000):
         where.extend(e.where for e in block)
         for side, texts, longest in (
             (0, [e.source for e in block], max_source_length),
             (1, [e.target for e in block], max_target_length),
         ):
-            start = tokenizer.starts if side == 0 or begin_targets else ()
-            end = [tokenizer.eos_id] if side == 1 or end_sources else []
-            room = longest - len(start) - len(end)
-            for ids in tokenizer.encode_batch(texts):
-                cut[side] += len(ids) > room
-                sides[side].append(np.asarray([*start, *ids[: max(room, 0)], *end], dtype=dtype))
-    source, target = (Ragged.of(side, tokenizer.vocab_size) for side in sides)
+            start = np.array(tokenizer.starts if side == 0 or begin_targets else [], dtype=dtype)
+            end = np.array([tokenizer.eos_id] if side == 1 or end_sources else [], dtype=dtype)
+            room = max(longest - len(start) - len(end), 0)
+            encoded = [np.asarray(ids, dtype=dtype) for ids in tokenizer.encode_batch(texts)]
+            cut[side] += sum(len(ids) > room for ids in encoded)
+            parts[side].append(np.concatenate([part for ids in encoded for part in (start, ids[:room], end)]))
+            lengths[side].extend(len(start) + min(len(ids), room) + len(end) for ids in encoded)
+    nothing = np.zeros(0, dtype)
+    source, target = (
+        Ragged([Memory(np.concatenate([nothing, *flat]), np.append(0, np.cumsum(many, dtype=np.int64)))])
+        for flat, many in zip(parts, lengths, strict=True)
+    )
     return Pairs(source, target, tuple(where), *cut)
 
 

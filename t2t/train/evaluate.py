@@ -15,7 +15,6 @@ import torch
 
 from t2t import device as devices
 from t2t import generate, metrics
-from t2t.checkpoint.store import atomic_write
 from t2t.config import Config, Data, Generate, load
 from t2t.data.chat import Conversation, Prompt, Template
 from t2t.data.loader import (
@@ -33,6 +32,7 @@ from t2t.data.objectives import Objective, Prompted
 from t2t.data.tasks import Example
 from t2t.data.tokens import Tokenizer
 from t2t.errors import InputError
+from t2t.files import atomic_write
 from t2t.generate import batching
 from t2t.models.base import Model
 from t2t.train.step import on_device

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from t2t import device as devices
-from t2t import metrics
+from t2t import files, metrics
 from t2t.checkpoint import store
 from t2t.config import Config, flat, load, to_toml
 from t2t.data import chat, tokens
@@ -153,7 +153,7 @@ def train(config: Config, report: Callable[[str], None] = print) -> dict[str, fl
     with store.RunLock(folder):
         _check_folder(config)
         _resume(run)
-        store.atomic_write(folder / "config.toml", to_toml(config))
+        files.atomic_write(folder / "config.toml", to_toml(config))
         report(summary(run))
         return _loop(run)
 
@@ -561,8 +561,8 @@ def _write_crash(run: Run, error: Diverged) -> None:
         told = run.loader.examples.tell(i)
         texts = {key: x if isinstance(x, str) else run.tokenizer.decode(x) for key, x in told.items()}
         rows.append({"example": i, **texts})
-    store.atomic_write(folder / "examples.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
-    store.atomic_write(folder / "error.json", json.dumps({"step": run.step + 1, "error": str(error)}) + "\n")
+    files.atomic_write(folder / "examples.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
+    files.atomic_write(folder / "error.json", json.dumps({"step": run.step + 1, "error": str(error)}) + "\n")
     run.report(f"{error}; nothing was updated; {len(rows)} examples are in {folder}")
 
 
@@ -588,7 +588,7 @@ def export(run: Run) -> Path:
         generation = {**ids, **_generation(run.config)}
         if run.model.stops:
             generation["eos_token_id"] = [ids["eos_token_id"], *run.model.stops]
-        store.atomic_write(fresh / "generation_config.json", json.dumps(generation, indent=2) + "\n")
+        files.atomic_write(fresh / "generation_config.json", json.dumps(generation, indent=2) + "\n")
     settings = Settings(
         prefix=data.prefix,
         max_source_length=(masked and data.block) or _max_source_length(run),

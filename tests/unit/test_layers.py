@@ -19,23 +19,24 @@ NAMES = [file.relative_to(PACKAGE).as_posix() for file in FILES]
 
 # A room may import what stands before it in this order, and what the table below it says.
 ORDER = (
-    *("errors", "config", "device", "terminal", "kernels", "models", "parallel", "optim", "checkpoint", "train"),
-    *("trainer", "quickstart", "doctor", "cli", "__main__"),
+    *("errors", "files", "config", "device", "terminal", "kernels", "models", "parallel", "optim", "checkpoint"),
+    *("train", "trainer", "quickstart", "doctor", "cli", "__main__"),
 )
 # These hang beside, or take less than their place would allow.
 ONLY = {
     "errors": set(),
+    "files": set(),
     "config": {"errors"},
     "device": {"errors"},
     "terminal": {"errors"},
     "kernels": {"device", "errors"},
     "models": {"kernels", "errors"},
-    "data": {"config", "errors"},
+    "data": {"config", "errors", "files"},
     "metrics": {"errors"},
     "generate": {"config", "data", "device", "errors", "kernels", "models"},
 }
 BESIDE = {"data", "metrics", "generate"}  # for everyone from the training loop on
-LIGHT = ("data", "config", "errors", "terminal", "metrics", "cli", "__main__")  # rooms that import no torch
+LIGHT = ("data", "config", "errors", "files", "terminal", "metrics", "cli", "__main__")  # rooms that import no torch
 
 
 def room(file: Path) -> str:

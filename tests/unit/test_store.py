@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from t2t import files
 from t2t.checkpoint import store
 from t2t.errors import InputError
 
@@ -273,8 +274,8 @@ def test_prune_never_deletes_the_last_good_one(tmp_path: Path) -> None:
 
 def test_atomic_write_replaces_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.toml"
-    store.atomic_write(path, "ă")
-    store.atomic_write(path, b"two")
+    files.atomic_write(path, "ă")
+    files.atomic_write(path, b"two")
     assert path.read_bytes() == b"two"
 
     def full(handle: int) -> None:
@@ -282,7 +283,7 @@ def test_atomic_write_replaces_all_or_nothing(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        store.atomic_write(path, "three")
+        files.atomic_write(path, "three")
     assert snapshot(tmp_path) == {"config.toml": b"two"}
 
 
