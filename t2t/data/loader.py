@@ -263,8 +263,8 @@ def text_objective(
     """What is learned from documents."""
     if KINDS[name] == ("masked",):
         return _masked_objective(name, texts, tokenizer, data)
-    encoded = tokenizer.encode_batch([text for _, text in texts])
-    tokens = Ragged.of(([*ids, tokenizer.eos_id] for ids in encoded), tokenizer.vocab_size)
+    encoded = tokenizer.encode_arrays([text for _, text in texts])
+    tokens = Ragged.of((np.append(ids, tokenizer.eos_id) for ids in encoded), tokenizer.vocab_size)
     words = sum(len(text.split()) for _, text in texts)
     documents = Documents(tokens, tuple(where for where, _ in texts), words)
     ids, block = (start_id, tokenizer.eos_id), data.block or data.max_source_length

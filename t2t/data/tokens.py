@@ -64,7 +64,11 @@ class Tokenizer(Protocol):
         """A conversation by the tokenizer's chat template, with or without the beginning of an answer."""
 
     def encode(self, text: str) -> list[int]: ...
-    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The same in as few bytes as ids fit into, made as fast as can be."""
+
     def decode(self, ids: Sequence[int]) -> str: ...
     def save(self, folder: Path) -> None: ...
 
@@ -91,7 +95,10 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         return [b + 3 for b in text.encode()]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) + np.uint16(3) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -150,6 +157,10 @@ class HuggingFace:
         if self._fast is not None:  # without the masks that transformers makes beside the ids
             return [found.ids for found in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
         return self.inner(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        dtype = id_type(self.vocab_size)
+        return [np.array(ids, dtype=dtype) for ids in self.encode_batch(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.inner.decode(ids, skip_special_tokens=True)
@@ -304,7 +315,7 @@ def tokenize(
             start = np.array(tokenizer.starts if side == 0 or begin_targets else [], dtype=dtype)
             end = np.array([tokenizer.eos_id] if side == 1 or end_sources else [], dtype=dtype)
             room = max(longest - len(start) - len(end), 0)
-            encoded = [np.asarray(ids, dtype=dtype) for ids in tokenizer.encode_batch(texts)]
+            encoded = tokenizer.encode_arrays(texts)
             cut[side] += sum(len(ids) > room for ids in encoded)
             parts[side].append(np.concatenate([part for ids in encoded for part in (start, ids[:room], end)]))
             lengths[side].extend(len(start) + min(len(ids), room) + len(end) for ids in encoded)
