@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -204,9 +204,12 @@ def chat_objective(conversations: Sequence[Conversation], template: Template) ->
 
 def _text_splits(data: Data, tokenizer: Tokenizer, seed: int, name: str, start_id: int) -> Splits:
     train, validation, notes = _split(read_documents, data, seed)
-    learned = text_objective(name, train, tokenizer, data, start_id)
-    held = text_objective(name, validation, tokenizer, data, start_id) if validation else None
-    return Splits(learned, held, (), tuple(notes))
+    objectives = [
+        text_objective(name, tokenized_texts(name, texts, tokenizer), tokenizer, data, start_id) if texts else None
+        for texts in (train, validation)
+    ]
+    assert objectives[0] is not None
+    return Splits(objectives[0], objectives[1], (), tuple(notes))
 
 
 def _are_shards(patterns: Sequence[str], key: str, data: Data) -> bool:
@@ -233,18 +236,23 @@ def read_documents(
     patterns: Sequence[str], key: str, data: Data, limit: int
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """The documents of files, each with where it begins: a record each, or in .txt files what blank lines part."""
-    examples, notes = read_examples(patterns, key, data, limit=0)
-    documents: list[tuple[str, list[str]]] = []
-    before = ""
+    reader = _open(patterns, key, data)
+    documents = list(islice(grouped(Task.from_config(data).examples(reader), data.format), limit or None))
+    return documents, _bad(reader, key)
+
+
+def grouped(examples: Iterable[Example], format: str) -> Iterator[tuple[str, str]]:
+    """Documents out of plain texts, each with where it begins."""
+    where, before, lines = "", "", list[str]()
     for example in examples:
-        if not begins_document(example.where, before, data.format):
-            documents[-1][1].append(example.target)
-        elif limit and len(documents) == limit:
-            break
-        else:
-            documents.append((example.where, [example.target]))
+        if lines and begins_document(example.where, before, format):
+            yield where, "\n".join(lines)
+            lines = []
+        where = where if lines else example.where
+        lines.append(example.target)
         before = example.where
-    return [(where, "\n".join(lines)) for where, lines in documents], notes
+    if lines:
+        yield where, "\n".join(lines)
 
 
 def begins_document(where: str, before: str, format: str) -> bool:
@@ -257,21 +265,39 @@ def begins_document(where: str, before: str, format: str) -> bool:
     return format_of(file, format) != "txt" or before != f"{file}:{int(line) - 1}"
 
 
-def text_objective(
-    name: str, texts: Sequence[tuple[str, str]], tokenizer: Tokenizer, data: Data, start_id: int
-) -> Objective:
+@dataclass(frozen=True)
+class Texts:
+    """Documents, and for masked models how many tokens each of their sentences has."""
+
+    documents: Documents
+    sentences: Ragged | None = None
+
+
+def tokenized_texts(name: str, texts: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> Texts:
+    """The tokens of documents, as their objective wants them."""
+    where = tuple(where for where, _ in texts)
+    if KINDS[name] != ("masked",):
+        encoded = tokenizer.encode_arrays([text for _, text in texts])
+        tokens = Ragged.of((np.append(ids, tokenizer.eos_id) for ids in encoded), tokenizer.vocab_size)
+        return Texts(Documents(tokens, where, sum(len(text.split()) for _, text in texts)))
+    lines = [[line for line in text.split("\n") if line.strip()] for _, text in texts]
+    sentences = iter(tokenizer.encode_batch([line for text in lines for line in text]))
+    found = [[next(sentences) for _ in text] for text in lines]
+    tokens = Ragged.of((list(chain.from_iterable(text)) for text in found), tokenizer.vocab_size)
+    return Texts(Documents(tokens, where, words=0), Ragged.of(([len(s) for s in text] for text in found), 2**32))
+
+
+def text_objective(name: str, texts: Texts, tokenizer: Tokenizer, data: Data, start_id: int) -> Objective:
     """What is learned from documents."""
+    documents = texts.documents
     if KINDS[name] == ("masked",):
         return _masked_objective(name, texts, tokenizer, data)
-    encoded = tokenizer.encode_arrays([text for _, text in texts])
-    tokens = Ragged.of((np.append(ids, tokenizer.eos_id) for ids in encoded), tokenizer.vocab_size)
-    words = sum(len(text.split()) for _, text in texts)
-    documents = Documents(tokens, tuple(where for where, _ in texts), words)
-    ids, block = (start_id, tokenizer.eos_id), data.block or data.max_source_length
+    block = data.block or data.max_source_length
     if name == "lm":
         return DocumentLM(documents, start_id, block)
     if name == "blocks":
         return BlockLM(documents, start_id, block)
+    ids = start_id, tokenizer.eos_id
     if name == "prefix_lm":
         return PrefixLM(documents, *ids, data.max_source_length, data.max_target_length)
     if not tokenizer.sentinels:
@@ -279,23 +305,20 @@ def text_objective(
     return SpanCorruption(documents, *ids, tokenizer.sentinels, data.max_source_length)
 
 
-def _masked_objective(name: str, texts: Sequence[tuple[str, str]], tokenizer: Tokenizer, data: Data) -> Objective:
+def _masked_objective(name: str, texts: Texts, tokenizer: Tokenizer, data: Data) -> Objective:
     if tokenizer.marks is None:
         raise InputError(f"data.objective: {name} needs a tokenizer with the special tokens [CLS], [SEP] and [MASK]")
     key, longest = ("block", data.block) if data.block else ("max_source_length", data.max_source_length)
     if longest < 8:
         raise InputError(f"data.{key}: must be 8 or more for {name}, got {longest}")
-    lines = [[line for line in text.split("\n") if line.strip()] for _, text in texts]
-    encoded = iter(tokenizer.encode_batch([line for text in lines for line in text]))
-    sentences = [[next(encoded) for _ in text] for text in lines]
-    tokens = Ragged.of((list(chain.from_iterable(text)) for text in sentences), tokenizer.vocab_size)
-    documents = Documents(tokens, tuple(where for where, _ in texts), words=0)
-    if not tokens.total:
-        raise InputError(f"{texts[0][0]}: the tokenizer makes no tokens of this text")
+    documents = texts.documents
+    if not documents.tokens.total:
+        raise InputError(f"{documents.where[0]}: the tokenizer makes no tokens of this text")
     masking = Masking(tokenizer.marks, data.max_predictions or most_predictions(longest), data.whole_words)
     if name == "masked_lm":
         return MaskedLM(documents, masking, longest)
-    ends = np.cumsum([len(sentence) for text in sentences for sentence in text])
+    assert texts.sentences is not None
+    ends = np.cumsum(texts.sentences.tokens(0, texts.sentences.total).astype(np.int64))
     return NextSentence(documents, ends, masking, longest)
 
 

@@ -126,13 +126,13 @@ class Ragged:
         return found.told()
 
     def __getitem__(self, i: int) -> np.ndarray:
-        shard, local = self._place(i)
+        shard, local = self.place(i)
         start, stop = self.shards[shard].offsets(local, local + 1).tolist()
         return self.shards[shard].ids(start, stop)
 
     def sizes(self, index: np.ndarray) -> np.ndarray:
         """How many tokens each of these has."""
-        places = (self._place(i) for i in index.tolist())
+        places = (self.place(i) for i in index.tolist())
         ends = (self.shards[shard].offsets(local, local + 1) for shard, local in places)
         return np.array([stop - start for start, stop in ends], dtype=np.int64)
 
@@ -167,7 +167,7 @@ class Ragged:
 
     def parted(self, held: np.ndarray) -> tuple[Ragged, Ragged]:
         """The sequences without some of them, whose numbers are given in order, and these."""
-        places = np.array([self._place(i) for i in held.tolist()], dtype=np.int64).reshape(-1, 2)
+        places = np.array([self.place(i) for i in held.tolist()], dtype=np.int64).reshape(-1, 2)
         rest = []
         for shard, first, last in self.runs.tolist():
             inside = places[(places[:, 0] == shard) & (places[:, 1] >= first) & (places[:, 1] < last), 1]
@@ -177,7 +177,8 @@ class Ragged:
         name = hashlib.sha256(self.digest.encode() + held.astype("<i8").tobytes()).hexdigest()[:15]
         return Ragged(self.shards, np.concatenate(rest), f"{name}t"), Ragged(self.shards, taken, f"{name}h")
 
-    def _place(self, i: int) -> tuple[int, int]:
+    def place(self, i: int) -> tuple[int, int]:
+        """The shard that sequence ``i`` is in, and its number there."""
         run = int(np.searchsorted(self._ends, i, side="right")) if len(self.runs) > 1 else 0
         shard, first, _ = self.runs[run].tolist()
         return shard, i - (int(self._ends[run - 1]) if run else 0) + first
