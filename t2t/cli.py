@@ -87,6 +87,19 @@ def _train(parsed: argparse.Namespace) -> int:
     return _trained(lambda: run.train(chosen))
 
 
+def _prepare(parsed: argparse.Namespace) -> int:
+    chosen = config.load(parsed.recipe, _overrides(parsed))
+    from t2t.terminal import human_bytes, table
+    from t2t.train.prepare import prepare
+
+    made = prepare(chosen, parsed.processes)
+    size = sum(file.stat().st_size for file in made.folder.iterdir())
+    tokens = {name: made.column(name).total for name in made.manifest["columns"]}
+    told = [("records", f"{len(made):,}"), *((name, f"{count:,} tokens") for name, count in tokens.items())]
+    print(table([*told, ("disk", human_bytes(size)), ("store", str(made.folder))]))
+    return EXIT_DONE
+
+
 def _trained(work: typing.Callable[[], object]) -> int:
     from t2t.train.run import Interrupted
     from t2t.train.step import Diverged
@@ -259,6 +272,9 @@ def _parser() -> _Parser:
     train = verb("train", _train, "Train a model, or go on with a run.", every)
     train.add_argument("recipe", nargs="?", help="a TOML file, or the name of a recipe")
     train.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
+    prepare = verb("prepare", _prepare, "Tokenize training data into a store that runs read from.", every)
+    prepare.add_argument("recipe", nargs="?", help="a TOML file, or the name of a recipe")
+    prepare.add_argument("--processes", type=int, help="that tokenize; 0: this one alone (default: one a core)")
     evaluate = verb("evaluate", _evaluate, "Loss and text metrics of a model on held-out data.", OF_INPUTS + OF_TARGETS)
     evaluate.add_argument("model", help="model folder")
     evaluate.add_argument("data", nargs="+", help="files with sources and targets")

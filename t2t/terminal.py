@@ -140,8 +140,9 @@ class Progress:
         start: int = 0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        unit: str = "",
     ) -> None:
-        self._total, self._label, self._step = total, label, start
+        self._total, self._label, self._step, self._unit = total, label, start, unit
         self._stream = sys.stderr if stream is None else stream
         self._live = is_terminal(self._stream)
         self._pause = 0.1 if self._live else 10.0
@@ -195,7 +196,7 @@ class Progress:
         self._drawn, self._stale = self._clock(), False
         figures = [f"{name.replace('_per_', '/').replace('_', ' ')} {_text(v)}" for name, v in self._figures.items()]
         head = [self._label] if self._label else []
-        tail = [f"{self._step:,}/{self._total:,}", *figures, self._times()]
+        tail = [f"{self._step:,}/{self._total:,}{self._unit}", *figures, self._times()]
         if self._live:
             # The last column stays free: writing there makes some terminals wrap.
             room = _terminal_width(self._stream) - 1
@@ -218,6 +219,34 @@ class Progress:
             return []
         full = min(width, width * self._step // max(self._total, 1))
         return [self._glyphs[0] * full + self._glyphs[1] * (width - full)]
+
+
+class Preparing:
+    """A progress line for the making of a store, which begins once there is something to tell.
+
+    >>> import io
+    >>> log = io.StringIO()
+    >>> with Preparing(log) as tell:
+    ...     tell(3 * 2**20, 3 * 2**20, 40_000, 3_000_000)
+    >>> log.getvalue()
+    'prepare  3/3 MiB  records 40,000  tokens 3,000,000  0:00\\n'
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Callable[[int, int, int, int], None]:
+        return self._tell
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress:
+            self._progress.close()
+
+    def _tell(self, done: int, total: int, records: int, tokens: int) -> None:
+        if self._progress is None:
+            self._progress = Progress(max(1, total >> 20), "prepare", stream=self._stream, unit=" MiB")
+        self._progress.update(done >> 20, records=records, tokens=tokens)
 
 
 def _text(value: object) -> str:

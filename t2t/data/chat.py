@@ -219,8 +219,36 @@ def lengths(data: Data) -> tuple[int, int]:
     return longest, longest - data.max_target_length
 
 
+class Cut(NamedTuple):
+    """How many conversations lost answers, how many answers that is, and how many conversations do not fit at all."""
+
+    cut: int = 0
+    answers: int = 0
+    left_out: int = 0
+
+    def told(self, count: int, longest: int) -> list[str]:
+        """The same in words, of ``count`` conversations."""
+        notes = []
+        if self.cut:
+            share = f"{self.cut / count:.1%}"
+            notes.append(f"{self.cut:,} conversations ({share}) lost {self.answers:,} answers at {longest} tokens")
+        if self.left_out:
+            why = f"not even the last answer fits into {longest} tokens"
+            notes.append(f"{self.left_out:,} conversations left out: {why}")
+        return notes
+
+
 def read(reader: Reader, template: Template, longest: int, limit: int = 0) -> tuple[list[Conversation], list[str]]:
     """The conversations of files, at most ``limit`` (0: all), and a line on what was cut; bad ones are bad lines."""
+    found, told = read_counted(reader, template, longest, limit)
+    if not found and reader.files:
+        why = f"{told.left_out:,} are longer than {longest} tokens: set data.block" if told.left_out else reader.bad[0]
+        raise InputError(f"{reader.files[0]}: no conversations; {why}")
+    return found, told.told(len(found), longest)
+
+
+def read_counted(reader: Reader, template: Template, longest: int, limit: int = 0) -> tuple[list[Conversation], Cut]:
+    """The conversations of a reader, and what was cut."""
     found: list[Conversation] = []
     cut = answers = left_out = 0
     for record in reader:
@@ -238,34 +266,30 @@ def read(reader: Reader, template: Template, longest: int, limit: int = 0) -> tu
         found.append(Conversation(messages, record.where, shown))
         if len(found) == limit:
             break
-    if not found and reader.files:
-        why = f"{left_out:,} are longer than {longest} tokens: set data.block" if left_out else f"{reader.bad[0]}"
-        raise InputError(f"{reader.files[0]}: no conversations; {why}")
-    notes = []
-    if cut:
-        notes.append(f"{cut:,} conversations ({cut / len(found):.1%}) lost {answers:,} answers at {longest} tokens")
-    if left_out:
-        notes.append(f"{left_out:,} conversations left out: not even the last answer fits into {longest} tokens")
-    return found, notes
+    return found, Cut(cut, answers, left_out)
 
 
 class Chat:
     """What the assistant says, of conversations.
 
     >>> messages = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"})
-    >>> examples = Chat([Conversation(messages, "a.jsonl:1", Shown([5, 6, 7, 2, 8], [(2, 4)]))], 384, end_id=2)
-    >>> feature = examples.feature(0, seed=0)
+    >>> talk = Conversation(messages, "a.jsonl:1", Shown([5, 6, 7, 2, 8], [(2, 4)]))
+    >>> feature = Chat.of([talk], 384, end_id=2).feature(0, seed=0)
     >>> feature.inputs, feature.labels
     (array([5, 6, 7, 2]), array([-100,    7,    2, -100]))
     """
 
     words = 0
 
-    def __init__(self, conversations: Sequence[Conversation], vocab_size: int, end_id: int) -> None:
-        self.tokens = Ragged.of([c.shown.ids for c in conversations], vocab_size)
-        self.said = Ragged.of([_said(c.shown) for c in conversations], vocab_size=2)
-        self.where = tuple(c.where for c in conversations)
-        self.end_id = end_id
+    def __init__(self, tokens: Ragged, said: Ragged, where: Sequence[str], end_id: int) -> None:
+        self.tokens, self.said, self.where, self.end_id = tokens, said, where, end_id
+
+    @classmethod
+    def of(cls, conversations: Sequence[Conversation], vocab_size: int, end_id: int) -> Chat:
+        """What is learned from these conversations."""
+        tokens = Ragged.of([c.shown.ids for c in conversations], vocab_size)
+        said = Ragged.of([_said(c.shown) for c in conversations], vocab_size=2)
+        return cls(tokens, said, tuple(c.where for c in conversations), end_id)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -10,15 +10,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, islice
-from typing import TypeVar
 
 import numpy as np
 
 from t2t.config import Data
-from t2t.data import chat, hdf5, order
-from t2t.data.chat import Chat, Conversation, Template
+from t2t.data import hdf5, order
+from t2t.data.chat import Conversation
 from t2t.data.masked import SHARE, Masked, MaskedLM, Masking, NextSentence, most_predictions
 from t2t.data.objectives import CausalPairs, CharacterNoise, Objective, Seq2Seq
 from t2t.data.packing import (
@@ -103,8 +102,18 @@ def chosen_objective(data: Data, kind: str) -> str:
     return name
 
 
-def read_splits(data: Data, tokenizer: Tokenizer, seed: int, kind: str = "seq2seq", start_id: int = 0) -> Splits:
-    """Training and validation examples by the data section; a share is split off by a keyed permutation."""
+def read_splits(
+    data: Data,
+    tokenizer: Tokenizer,
+    seed: int,
+    kind: str = "seq2seq",
+    start_id: int = 0,
+    tell: Callable[[int, int, int, int], None] = lambda *_: None,
+) -> Splits:
+    """Training and validation examples by the data section; a share is split off by a keyed permutation.
+
+    Large files are tokenized into a store (`t2t.data.prepare`), or found in one; ``tell`` hears how far that is.
+    """
     if not data.train:
         raise InputError("data.train: no training files given, as --data.train pairs.jsonl")
     if data.objective == "character_noise" and tokenizer.fingerprint != "bytes":
@@ -112,43 +121,26 @@ def read_splits(data: Data, tokenizer: Tokenizer, seed: int, kind: str = "seq2se
     name = chosen_objective(data, kind)
     if kind == "masked" and _are_shards(data.train, "data.train", data):
         return _shard_splits(data, tokenizer, seed, name)
+    from t2t.data import prepare  # it stands on this file
+
     if name == "chat":
-        return _chat_splits(data, Template(tokenizer), seed)
-    if name not in ("pairs", "character_noise"):
-        return _text_splits(data, tokenizer, seed, name, start_id)
-    train, validation, notes = _split(read_examples, data, seed)
-    objectives = []
-    for key, examples in (("training", train), ("validation", validation)):
-        table, cut = tokenized(examples, tokenizer, data, kind, start_id)
-        notes += [f"{key}: {line}" for line in cut]
-        objectives.append(objective(table, data, kind, start_id))
-    return Splits(objectives[0], objectives[1] if validation else None, validation, tuple(notes))
-
-
-T = TypeVar("T")
-
-
-def _split(
-    read: Callable[[Sequence[str], str, Data, int], tuple[list[T], list[str]]], data: Data, seed: int
-) -> tuple[list[T], list[T], list[str]]:
-    """What to train on, what is held out, from files of its own or as a share, and what was found on the way."""
-    items, notes = read(data.train, "data.train", data, data.max_samples)
-    if data.validation:
-        held_out, more = read(data.validation, "data.validation", data, data.max_validation_samples)
-        return items, held_out, notes + more
-    if not data.validation_split:
-        return items, [], notes
-    kept, held = _shares(len(items), data, seed)
-    return [items[i] for i in kept], [items[i] for i in held], notes
+        _check_chat(data)
+    maker = prepare.Maker(data, tokenizer, name, kind, start_id)
+    return prepare.splits(maker, [str(file) for file in resolve(data.train, "data.train")], seed, tell)
 
 
 def _shares(count: int, data: Data, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Which of ``count`` examples are trained on, and which are held out."""
+    held = held_out(count, data, seed)
+    return np.setdiff1d(np.arange(count), held, assume_unique=True), held[: data.max_validation_samples or None]
+
+
+def held_out(count: int, data: Data, seed: int) -> np.ndarray:
+    """Which of ``count`` examples are not trained on, in order."""
     held = max(1, round(count * data.validation_split))
     if held >= count:
         raise InputError(f"data.validation_split: {count} examples leave none to train on")
-    shuffled = order.permuted(np.arange(count), count, order.key(seed, "split"))
-    return np.sort(shuffled[held:]), np.sort(shuffled[:held])[: data.max_validation_samples or None]
+    return np.sort(order.permuted(np.arange(held), count, order.key(seed, "split")))
 
 
 def tokenized(
@@ -164,12 +156,16 @@ def tokenized(
     decodes = kind == "seq2seq"
     begins = decodes and list(tokenizer.starts) != [start_id]
     table = tokenize(examples, tokenizer, data.max_source_length, data.max_target_length, decodes, begins)
-    notes = []
-    for side, cut in (("source", table.cut_sources), ("target", table.cut_targets)):
-        if cut:
-            limit = f"data.max_{side}_length = {getattr(data, f'max_{side}_length')}"
-            notes.append(f"{cut:,} {side}s ({cut / len(table):.1%}) cut at {limit}")
-    return table, notes
+    return table, cut_notes(table.cut_sources, table.cut_targets, len(table), data)
+
+
+def cut_notes(sources: int, targets: int, count: int, data: Data) -> list[str]:
+    """A line on each side of which texts were cut."""
+    return [
+        f"{cut:,} {side}s ({cut / count:.1%}) cut at data.max_{side}_length = {getattr(data, f'max_{side}_length')}"
+        for side, cut in (("source", sources), ("target", targets))
+        if cut
+    ]
 
 
 def objective(pairs: Pairs, data: Data, kind: str, start_id: int) -> Objective:
@@ -179,37 +175,10 @@ def objective(pairs: Pairs, data: Data, kind: str, start_id: int) -> Objective:
     return Seq2Seq(pairs, start_id) if kind == "seq2seq" else CausalPairs(pairs, data.loss_on == "both")
 
 
-def _chat_splits(data: Data, template: Template, seed: int) -> Splits:
+def _check_chat(data: Data) -> None:
     for key in ("source", "target", "prefix", "source_transforms", "target_transforms", "piece", "template", "loss_on"):
         if getattr(data, key) != getattr(Data, key):
             raise InputError(f"data.{key}: is for pairs; the tokenizer's chat template shows chat records as they are")
-    train, validation, notes = _split(partial(read_conversations, template=template), data, seed)
-    learned, held = (chat_objective(conversations, template) for conversations in (train, validation))
-    return Splits(learned, held if validation else None, validation, tuple(notes))
-
-
-def read_conversations(
-    patterns: Sequence[str], key: str, data: Data, limit: int, template: Template
-) -> tuple[list[Conversation], list[str]]:
-    """The conversations of files, and a line on what was cut and on bad ones."""
-    reader = _open(patterns, key, data)
-    conversations, cut = chat.read(reader, template, chat.lengths(data)[0], limit)
-    return conversations, [*_bad(reader, key), *(f"{key}: {line}" for line in cut)]
-
-
-def chat_objective(conversations: Sequence[Conversation], template: Template) -> Chat:
-    """What is learned from conversations."""
-    return Chat(conversations, template.tokenizer.vocab_size, template.end_id)
-
-
-def _text_splits(data: Data, tokenizer: Tokenizer, seed: int, name: str, start_id: int) -> Splits:
-    train, validation, notes = _split(read_documents, data, seed)
-    objectives = [
-        text_objective(name, tokenized_texts(name, texts, tokenizer), tokenizer, data, start_id) if texts else None
-        for texts in (train, validation)
-    ]
-    assert objectives[0] is not None
-    return Splits(objectives[0], objectives[1], (), tuple(notes))
 
 
 def _are_shards(patterns: Sequence[str], key: str, data: Data) -> bool:
@@ -230,15 +199,6 @@ def _shard_splits(data: Data, tokenizer: Tokenizer, seed: int, name: str) -> Spl
         return Splits(train, None, (), ())
     kept, held = _shares(len(train), data, seed)
     return Splits(train.subset(kept), train.subset(held), (), ())
-
-
-def read_documents(
-    patterns: Sequence[str], key: str, data: Data, limit: int
-) -> tuple[list[tuple[str, str]], list[str]]:
-    """The documents of files, each with where it begins: a record each, or in .txt files what blank lines part."""
-    reader = _open(patterns, key, data)
-    documents = list(islice(grouped(Task.from_config(data).examples(reader), data.format), limit or None))
-    return documents, _bad(reader, key)
 
 
 def grouped(examples: Iterable[Example], format: str) -> Iterator[tuple[str, str]]:

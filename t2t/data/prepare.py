@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import multiprocessing
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import nullcontext
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +21,379 @@ import numpy as np
 
 from t2t.config import Data
 from t2t.data import chat, store
-from t2t.data.blocks import BEGINNING, Block, BlockReader, Place, blocks
-from t2t.data.chat import Chat, Template
+from t2t.data.blocks import Block, BlockReader, Place, blocks
+from t2t.data.chat import Chat, Conversation, Cut, Template
+from t2t.data.loader import (
+    KINDS,
+    Splits,
+    Texts,
+    cut_notes,
+    grouped,
+    held_out,
+    objective,
+    text_objective,
+    tokenized,
+    tokenized_texts,
+)
 from t2t.data.objectives import Objective
 from t2t.data.ragged import Ragged, id_type
-from t2t.data.sources import Reader, compression_of
-from t2t.data.store import Part, Store
-from t2t.data.tables import grouped, objective, text_objective, tokenized, tokenized_texts, Texts
-from t2t.data.tasks import Task, transform
+from t2t.data.sources import Reader, compression_of, resolve
+from t2t.data.store import Kept, Part, Places, Store, Table
+from t2t.data.tasks import Example, Task, transform
 from t2t.data.text import Documents
 from t2t.data.tokens import Pairs, Tokenizer
 from t2t.errors import InputError
+
+RECORDS = 5000
+"""Lines or rows that a process takes at once, at most."""
+
+STORED_FROM = 64 * 2**20
+"""Files with more bytes of text than this are stored without being asked; fewer are tokenized anew in no time."""
+
+# What of the data section decides which tokens come out.
+_SETTINGS = (
+    *("format", "source", "target", "prefix", "source_transforms", "target_transforms", "piece", "template", "block"),
+    *("max_source_length", "max_target_length", "max_samples", "on_bad_line", "max_bad_lines"),
+)
+Tell = Callable[[int, int, int, int], None]
+"""Called with bytes read, bytes of all, records and tokens so far."""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes records of a store out of blocks of lines, for one objective; it travels to other processes."""
+
+    data: Data
+    tokenizer: Tokenizer
+    name: str  # of the objective
+    kind: str  # of the model
+    start_id: int
+
+    @property
+    def columns(self) -> dict[str, np.dtype[Any]]:
+        """The columns of the store."""
+        ids = np.dtype(id_type(self.tokenizer.vocab_size)).newbyteorder("<")
+        if self.paired:
+            return {"source": ids, "target": ids}
+        if self.name == "chat":
+            return {"tokens": ids, "said": np.dtype("<u2")}
+        return {"tokens": ids, "sentences": np.dtype("<u4")} if KINDS[self.name] == ("masked",) else {"tokens": ids}
+
+    @property
+    def paired(self) -> bool:
+        """Whether a record is a source and a target."""
+        return self.name in ("pairs", "character_noise")
+
+    @property
+    def whole_documents(self) -> bool:
+        """Whether the lines of a .txt file's document must stay together."""
+        return not self.paired and self.name != "chat"
+
+    def task(self, file: str) -> Task:
+        """How records of a file become examples; its first record tells the columns that nobody gave."""
+        task = Task.from_config(self.data)
+        if self.name == "chat":
+            return task
+        reader = Reader([file], self.data.format, self.data.on_bad_line, self.data.max_bad_lines, self.given)
+        columns = task.columns(next(iter(reader)))
+        return dataclasses.replace(task, source=".".join(columns.source), target=".".join(columns.target))
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The columns that were given."""
+        return tuple(name for name in (self.data.source, self.data.target) if name)
+
+    @cached_property
+    def template(self) -> Template:
+        """How conversations are shown."""
+        return Template(self.tokenizer)
+
+    def part(self, block: Block, file: int, task: Task) -> tuple[Part, str]:
+        """The records of a block, and the first of its bad lines."""
+        reader = BlockReader(block, self.data.on_bad_line, self.data.max_bad_lines)
+        words = np.zeros(0, dtype=np.int64)
+        counts: dict[str, int] = {}
+        if self.paired:
+            pairs, _ = tokenized(list(task.examples(reader)), self.tokenizer, self.data, self.kind, self.start_id)
+            columns, where = {"source": pairs.source, "target": pairs.target}, pairs.where
+            counts = {"cut_sources": pairs.cut_sources, "cut_targets": pairs.cut_targets}
+        elif self.name == "chat":
+            found, told = chat.read_counted(reader, self.template, chat.lengths(self.data)[0])
+            made = Chat.of(found, self.tokenizer.vocab_size, self.template.end_id)
+            columns, where, counts = {"tokens": made.tokens, "said": made.said}, made.where, dict(told._asdict())
+        else:
+            texts = list(grouped(task.examples(reader), self.data.format))
+            found_texts = tokenized_texts(self.name, texts, self.tokenizer)
+            columns = {"tokens": found_texts.documents.tokens}
+            if found_texts.sentences is not None:
+                columns["sentences"] = found_texts.sentences
+            where, words = (
+                found_texts.documents.where,
+                np.array([len(text.split()) for _, text in texts], dtype=np.int64),
+            )
+        lines = np.array([int(place.rpartition(":")[2]) for place in where], dtype=np.int64)
+        counts["bad"] = reader.bad_count
+        words = words if len(words) else np.zeros(len(lines), dtype=np.int64)
+        return Part(columns, file, lines, words, counts), reader.bad[0] if reader.bad else ""
+
+    def made_from(self, files: Sequence[str]) -> dict[str, Any]:
+        """All that decides what the store holds."""
+        settings = {name: getattr(self.data, name) for name in _SETTINGS}
+        own = [spec for spec in (*self.data.source_transforms, *self.data.target_transforms) if ":" in spec]
+        return {
+            "files": [_identity(file) for file in files],
+            "tokenizer": self.tokenizer.fingerprint,
+            "objective": self.name,
+            "model": [self.kind, self.start_id],
+            "settings": settings,
+            "code": {spec: _source_digest(spec) for spec in own},
+        }
+
+    def texts(self, files: Sequence[str], taken: np.ndarray) -> Sequence[Example | Conversation]:
+        """The texts of some records, where records are something to be said."""
+        return HeldOut(self, files, taken) if self.paired or self.name == "chat" else ()
+
+    def objective(self, made: Table, held: np.ndarray | None = None) -> tuple[Objective, Objective | None]:
+        """What is learned from a table, and from the records that are ``held`` out of it."""
+        columns = {name: made.column(name) for name in self.columns}
+        if held is None:
+            return self._objective(made, columns), None
+        parted = {name: column.parted(held) for name, column in columns.items()}
+        rest, own = ({name: parts[i] for name, parts in parted.items()} for i in (0, 1))
+        return self._objective(made, rest), self._objective(made, own)
+
+    def _objective(self, made: Table, columns: Mapping[str, Ragged]) -> Objective:
+        taken = next(iter(columns.values()))
+        where = Places(made, taken)
+        if self.paired:
+            counts = made.counts["cut_sources"], made.counts["cut_targets"]
+            pairs = Pairs(columns["source"], columns["target"], where, *counts, made.longest)
+            return objective(pairs, self.data, self.kind, self.start_id)
+        if self.name == "chat":
+            return Chat(columns["tokens"], columns["said"], where, self.template.end_id)
+        documents = Documents(columns["tokens"], where, made.words(taken))
+        texts = Texts(documents, columns.get("sentences"))
+        return text_objective(self.name, texts, self.tokenizer, self.data, self.start_id)
+
+
+def _identity(file: str) -> list[Any]:
+    told = os.stat(file)
+    return [os.path.abspath(file), told.st_size, told.st_mtime_ns]
+
+
+def _source_digest(spec: str) -> str:
+    """Of the file that a function of the user's own stands in: another text there makes other tokens."""
+    file = inspect.getsourcefile(inspect.unwrap(transform(spec, "data.source_transforms")))
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+
+
+class Stored(NamedTuple):
+    """Where a store is or would be, and what it is made from."""
+
+    folder: Path
+    made_from: dict[str, Any]
+
+
+def place(maker: Maker, files: Sequence[str]) -> Stored:
+    """Where the store of these files is, made or not."""
+    made_from = maker.made_from(files)
+    name = hashlib.sha256(json.dumps([store.VERSION, made_from], sort_keys=True).encode()).hexdigest()[:24]
+    return Stored(Path(maker.data.store or store.default_folder()) / name, made_from)
+
+
+def worth_storing(files: Sequence[str]) -> bool:
+    """Whether files are so large that their tokens should not be in memory, and not be made for every run."""
+    return sum(os.path.getsize(file) * (4 if compression_of(file) else 1) for file in files) >= STORED_FROM
+
+
+def is_stored(maker: Maker, files: Sequence[str]) -> bool:
+    """Whether the store of these files is there."""
+    return (place(maker, files).folder / "manifest.json").is_file()
+
+
+def prepare(maker: Maker, files: Sequence[str], processes: int, tell: Tell = lambda *_: None) -> Store:
+    """The store of these files: found, or made, by so many processes besides this one (0: by this one)."""
+    folder, made_from = place(maker, files)
+    if found := store.opened(folder):
+        return found
+    with store.locked(folder):
+        if found := store.opened(folder):  # another process made it meanwhile
+            return found
+        return _make(maker, files, folder, made_from, processes, tell)
+
+
+class _Cursor(NamedTuple):
+    """Where reading goes on: the file, how far in it, how many of its records were good; and the first bad line."""
+
+    file: int = 0
+    line: int = 0
+    byte: int = 0
+    good: int = 0
+    bad: str = ""
+
+
+def _make(
+    maker: Maker, files: Sequence[str], folder: Path, made_from: dict[str, Any], processes: int, tell: Tell
+) -> Store:
+    writer = store.Writer(folder, maker.columns, files)
+    at = _fill(writer, maker, files, processes, tell)
+    if maker.made_from(files) != made_from:
+        raise InputError(f"data.train: files changed while they were read; {folder} was not finished")
+    return writer.finish(made_from, at.bad)
+
+
+def in_memory(maker: Maker, files: Sequence[str]) -> Kept:
+    """The tokens of files that are not large."""
+    kept = Kept(files)
+    kept.first_bad = _fill(kept, maker, files, 0, lambda *_: None).bad
+    return kept
+
+
+def _fill(into: store.Writer | Kept, maker: Maker, files: Sequence[str], processes: int, tell: Tell) -> _Cursor:
+    """Read the files from where the table ends."""
+    at = _Cursor(*into.cursor) if into.cursor else _Cursor()
+    limit = maker.data.max_samples
+    sizes = [os.path.getsize(file) for file in files]
+    for (part, first_bad), block, number in _parts(maker, files, at, processes):
+        if number != at.file:
+            _check_any(files[at.file], at)
+            at = _Cursor(number, bad=at.bad)
+        bad = at.bad or first_bad
+        if limit and len(into) + len(part) > limit:
+            part = part.first(limit - len(into))
+        at = _Cursor(number, *block.end, at.good + len(part), bad)
+        into.add(part, at)
+        _check_bad(into.counts["bad"], maker.data.max_bad_lines, bad)
+        inside = min(block.end.byte, sizes[number]) if not compression_of(files[number]) else 0
+        tell(sum(sizes[:number]) + inside, sum(sizes), len(into), into.tokens)
+        if limit and len(into) >= limit:
+            return at
+    _check_any(files[at.file], at)
+    return at
+
+
+def _check_any(file: str, at: _Cursor) -> None:
+    if not at.good:
+        raise InputError(f"{file}: no records" + (f"; bad lines, the first: {at.bad}" if at.bad else ""))
+
+
+def _check_bad(count: int, most: int, first: str) -> None:
+    if count > most:
+        raise InputError(f"more than data.max_bad_lines = {most} bad lines, the first: {first}")
+
+
+def _parts(
+    maker: Maker, files: Sequence[str], at: _Cursor, processes: int
+) -> Iterator[tuple[tuple[Part, str], Block, int]]:
+    """The records of every block from a place on, in order, made ahead by other processes."""
+    work = _blocks(maker, files, at)
+    if not processes:
+        yield from ((maker.part(block, number, task), block, number) for block, number, task in work)
+        return
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(processes, context, _become_maker, (maker,)) as pool:
+        ahead: deque[tuple[Future[tuple[Part, str]], Block, int]] = deque()
+        try:
+            while True:
+                for block, number, task in islice(work, 2 * processes + 1 - len(ahead)):
+                    ahead.append((pool.submit(_make_part, block, number, task), block, number))
+                if not ahead:
+                    return
+                made, block, number = ahead.popleft()
+                yield made.result(), block, number
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _blocks(maker: Maker, files: Sequence[str], at: _Cursor) -> Iterator[tuple[Block, int, Task]]:
+    for number, file in enumerate(files[at.file :], at.file):
+        start = Place(at.line, at.byte) if number == at.file else Place()
+        task = maker.task(file)
+        columns = maker.given
+        for block in blocks(file, maker.data.format, columns, RECORDS, start, maker.whole_documents):
+            yield block, number, task
+
+
+_maker: Maker | None = None  # of a process that makes parts
+
+
+def _become_maker(maker: Maker) -> None:
+    global _maker
+    _maker = maker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
+
+
+def _make_part(block: Block, number: int, task: Task) -> tuple[Part, str]:
+    assert _maker is not None
+    return _maker.part(block, number, task)
+
+
+def splits(maker: Maker, files: Sequence[str], seed: int, tell: Tell = lambda *_: None) -> Splits:
+    """What is learned from files, and what is held out: other files, or a share by a keyed permutation.
+
+    The tokens of large files are in a store, which is made where it is not there yet.
+    """
+    data = maker.data
+    stored = is_stored(maker, files) or worth_storing(files)
+    made = prepare(maker, files, processes(), tell) if stored else in_memory(maker, files)
+    notes = _notes(made, maker, "data.train")
+    if data.validation:
+        own = dataclasses.replace(data, train=data.validation, max_samples=data.max_validation_samples)
+        held, texts, more = read(dataclasses.replace(maker, data=own), "data.validation")
+        return Splits(maker.objective(made)[0], held, texts, (*notes, *more))
+    if not data.validation_split:
+        return Splits(maker.objective(made)[0], None, (), tuple(notes))
+    taken = held_out(len(made), data, seed)
+    learned, _ = maker.objective(made, taken)
+    taken = taken[: data.max_validation_samples or None]
+    _, validation = maker.objective(made, taken)
+    return Splits(learned, validation, maker.texts(files, taken), tuple(notes))
+
+
+def read(maker: Maker, key: str) -> tuple[Objective, Sequence[Example | Conversation], list[str]]:
+    """What is learned from all of the maker's files, in memory, its texts if it has any, and what was found."""
+    files = [str(file) for file in resolve(maker.data.train, key)]
+    made = in_memory(maker, files)
+    return maker.objective(made)[0], maker.texts(files, np.arange(len(made))), _notes(made, maker, key)
+
+
+class HeldOut(Sequence[Example | Conversation]):
+    """The texts of some records, by their numbers, read when they are asked for: tables have tokens alone."""
+
+    def __init__(self, maker: Maker, files: Sequence[str], taken: np.ndarray) -> None:
+        self.maker, self.files, self.taken = maker, files, taken
+
+    def __len__(self) -> int:
+        return len(self.taken)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._texts[i]
+
+    @cached_property
+    def _texts(self) -> list[Example | Conversation]:
+        maker, data, wanted = self.maker, self.maker.data, set(self.taken.tolist())
+        reader = Reader(self.files, data.format, data.on_bad_line, data.max_bad_lines, maker.given)
+        last = int(self.taken[-1]) + 1
+        texts: Iterator[Example | Conversation] = Task.from_config(data).examples(reader)
+        if maker.name == "chat":
+            texts = iter(chat.read(reader, maker.template, chat.lengths(data)[0], last)[0])
+        return [text for i, text in enumerate(islice(texts, last)) if i in wanted]
+
+
+def _notes(made: Table, maker: Maker, key: str) -> list[str]:
+    counts, bad = made.counts, made.counts["bad"]
+    notes = [f"{len(made):,} records are in the store {made.folder}"] if isinstance(made, Store) else []
+    if bad:
+        notes.append(f"{bad} bad lines skipped, the first: {made.first_bad}")
+    if maker.paired:
+        notes += cut_notes(counts["cut_sources"], counts["cut_targets"], len(made), maker.data)
+    elif maker.name == "chat":
+        told = Cut(counts["cut"], counts["answers"], counts["left_out"])
+        notes += told.told(len(made), chat.lengths(maker.data)[0])
+    return [f"{key}: {line}" for line in notes]
+
+
+def processes() -> int:
+    """How many processes make a store: as many as there are cores, or none besides this one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if cores > 1 else 0

@@ -18,15 +18,17 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from t2t.data.ragged import Digest, Ragged
+from t2t.data.ragged import Digest, Memory, Ragged
 from t2t.errors import InputError
 from t2t.files import atomic_write, sync
 
@@ -102,15 +104,39 @@ class FileShard:
         return np.frombuffer(_files.read(f"{self.name}.ids", width * start, width * (stop - start)), self.dtype)
 
 
-@dataclass(frozen=True)
-class Store:
-    """A finished store."""
+class Table(ABC):
+    """Records that were made: their sequences by column, and where each came from."""
 
-    folder: Path
-    manifest: Mapping[str, Any]
+    files: Sequence[str]
+    counts: Mapping[str, int]  # of what was found on the way
+    longest: int  # tokens that a record has at most, in all columns
+    first_bad: str  # the first bad line
 
+    @abstractmethod
     def column(self, name: str) -> Ragged:
         """All sequences of a column."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def place_rows(self, shard: int, start: int, stop: int) -> np.ndarray:
+        """File, line and words of a shard's records."""
+
+    def words(self, taken: Ragged) -> int:
+        """The words of a column's records, or of some of them."""
+        return sum(int(self.place_rows(s, a, b)["words"].sum()) for s, a, b in taken.runs.tolist())
+
+
+class Store(Table):
+    """A finished store; what travels to another process is its name."""
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.files, self.counts, self.longest = manifest["files"], manifest["counts"], manifest["longest"]
+        self.first_bad = manifest["first_bad"]
+
+    def column(self, name: str) -> Ragged:
         told = self.manifest["columns"][name]
         shards = [
             FileShard(str(self.folder / f"{i:05d}.{name}"), shard["records"], told["longest"], told["dtype"])
@@ -121,22 +147,58 @@ class Store:
     def __len__(self) -> int:
         return int(sum(shard["records"] for shard in self.manifest["shards"]))
 
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """What was counted on the way."""
-        return self.manifest["counts"]
+    def place_rows(self, shard: int, start: int, stop: int) -> np.ndarray:
+        file, width = str(self.folder / f"{shard:05d}.places"), _PLACE.itemsize
+        return np.frombuffer(_files.read(file, start * width, (stop - start) * width), _PLACE)
 
-    def places(self, taken: Ragged) -> Places:
-        """Where the records of a column, or of some of it, came from."""
-        return Places(self.folder, tuple(self.manifest["files"]), taken)
+
+class Kept(Table):
+    """A table in memory, and how it is made: part after part."""
+
+    cursor: Any = None
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self.files, self.first_bad, self.counts = files, "", {}
+        self.tokens, self.longest = 0, 0
+        self._parts, self._count = list[Part](), 0
+
+    def add(self, part: Part, cursor: Any) -> None:
+        """Keep some records."""
+        self._parts.append(part)
+        self._count += len(part)
+        self.counts = _sums([self.counts, part.counts])
+        self.tokens += sum(column.total for column in part.columns.values())
+        self.longest = max(self.longest, int(part.lengths.max(initial=0)))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def column(self, name: str) -> Ragged:
+        columns = [part.columns[name] for part in self._parts]
+        ids = np.concatenate([column.tokens(0, column.total) for column in columns])
+        return Ragged([Memory(ids, np.append(0, np.cumsum(np.concatenate([column.lengths for column in columns]))))])
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        return np.concatenate([part.places for part in self._parts])
+
+    def place_rows(self, shard: int, start: int, stop: int) -> np.ndarray:
+        return self._places[start:stop]
+
+
+def _sums(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for counts in several:
+        for name, count in counts.items():
+            found[name] = found.get(name, 0) + count
+    return found
 
 
 @dataclass(frozen=True)
 class Places(Sequence[str]):
-    """Where records came from: ``file:line``."""
+    """Where the records of a column, or of some of it, came from: ``file:line``."""
 
-    folder: Path
-    files: tuple[str, ...]
+    table: Table
     taken: Ragged
 
     def __len__(self) -> int:
@@ -144,21 +206,13 @@ class Places(Sequence[str]):
 
     def __getitem__(self, i: Any) -> Any:
         shard, local = self.taken.place(i)
-        (place,) = np.frombuffer(self._read(shard, local, 1), _PLACE)
-        return f"{self.files[int(place['file'])]}:{int(place['line'])}"
-
-    def words(self) -> int:
-        """The words of all."""
-        rows = self.taken.runs.tolist()
-        return sum(int(np.frombuffer(self._read(s, a, b - a), _PLACE)["words"].sum()) for s, a, b in rows)
-
-    def _read(self, shard: int, start: int, count: int) -> bytes:
-        return _files.read(str(self.folder / f"{shard:05d}.places"), start * _PLACE.itemsize, count * _PLACE.itemsize)
+        (place,) = self.table.place_rows(shard, local, local + 1)
+        return f"{self.table.files[int(place['file'])]}:{int(place['line'])}"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some records on their way into a store: sequences by column, place, words of each, and counts by name."""
+    """Some records on their way into a table: sequences by column, place, words of each, and counts by name."""
 
     columns: Mapping[str, Ragged]
     file: int
@@ -168,6 +222,18 @@ class Part:
 
     def __len__(self) -> int:
         return len(self.lines)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """How many tokens each record has, in all columns."""
+        return sum((column.lengths for column in self.columns.values()), np.zeros(len(self), np.int64))
+
+    @property
+    def places(self) -> np.ndarray:
+        """File, line and words of each."""
+        places = np.empty(len(self), dtype=_PLACE)
+        places["file"], places["line"], places["words"] = self.file, self.lines, self.words
+        return places
 
     def first(self, count: int) -> Part:
         """The first records."""
@@ -200,7 +266,7 @@ class Writer:
     folder: Path
     columns: Mapping[str, np.dtype[Any]]
     files: Sequence[str]
-    shard_bytes: int = SHARD_BYTES
+    shard_bytes: int = field(default_factory=lambda: SHARD_BYTES)
     cursor: Any = None
     shards: list[dict[str, Any]] = field(default_factory=list)
     _open: dict[str, BinaryIO] = field(default_factory=dict)
@@ -216,18 +282,22 @@ class Writer:
             left.unlink()
 
     @property
-    def records(self) -> int:
-        """How many records there are so far."""
-        return sum(shard["records"] for shard in self.shards) + self._now.get("records", 0)
+    def all_shards(self) -> list[dict[str, Any]]:
+        """Every shard, the one that is being written too."""
+        return [*self.shards, self._now] if self._now else self.shards
+
+    def __len__(self) -> int:
+        return sum(shard["records"] for shard in self.all_shards)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are so far."""
+        return sum(told["tokens"] for shard in self.all_shards for told in shard["columns"].values())
 
     @property
     def counts(self) -> dict[str, int]:
         """What was counted so far."""
-        found: dict[str, int] = {}
-        for shard in [*self.shards, self._now]:
-            for name, count in shard.get("counts", {}).items():
-                found[name] = found.get(name, 0) + count
-        return found
+        return _sums(shard["counts"] for shard in self.all_shards)
 
     def add(self, part: Part, cursor: Any) -> None:
         """Write some records; ``cursor`` is where reading goes on after them."""
@@ -241,13 +311,10 @@ class Writer:
             self._open[f"{name}.ends"].write((told["tokens"] + np.cumsum(lengths)).astype(_END).tobytes())
             told["tokens"] += column.total
             told["longest"] = max(told["longest"], int(lengths.max(initial=0)))
-        places = np.empty(len(part), dtype=_PLACE)
-        places["file"], places["line"], places["words"] = part.file, part.lines, part.words
-        self._open["places"].write(places.tobytes())
-        together = sum((column.lengths for column in part.columns.values()), np.zeros(len(part), np.int64))
-        now["longest"] = max(now["longest"], int(together.max(initial=0)))
+        self._open["places"].write(part.places.tobytes())
+        now["longest"] = max(now["longest"], int(part.lengths.max(initial=0)))
         now["records"] += len(part)
-        now["counts"] = {k: now["counts"].get(k, 0) + part.counts.get(k, 0) for k in {**now["counts"], **part.counts}}
+        now["counts"] = _sums([now["counts"], part.counts])
         self.cursor = now["cursor"] = cursor
         width = {name: np.dtype(dtype).itemsize for name, dtype in self.columns.items()}
         if sum(width[name] * told["tokens"] for name, told in now["columns"].items()) >= self.shard_bytes:
@@ -265,7 +332,7 @@ class Writer:
         self.shards.append(self._now)
         self._open, self._now = {}, {}
 
-    def finish(self, made_from: Mapping[str, Any]) -> Store:
+    def finish(self, made_from: Mapping[str, Any], first_bad: str) -> Store:
         """Write the manifest."""
         self.end_shard()
         columns: dict[str, Any] = {}
@@ -278,6 +345,7 @@ class Writer:
         manifest = {
             "version": VERSION,
             "made_from": dict(made_from),
+            "first_bad": first_bad,
             "files": list(self.files),
             "columns": columns,
             "longest": max((shard["longest"] for shard in self.shards), default=0),

@@ -16,17 +16,13 @@ import torch
 from t2t import device as devices
 from t2t import generate, metrics
 from t2t.config import Config, Data, Generate, load
+from t2t.data import prepare
 from t2t.data.chat import Conversation, Prompt, Template
 from t2t.data.loader import (
     Loader,
-    chat_objective,
     chosen_objective,
-    objective,
     pick_shape,
-    read_conversations,
-    read_examples,
     read_splits,
-    tokenized,
 )
 from t2t.data.objectives import Objective, Prompted
 from t2t.data.tasks import Example
@@ -191,13 +187,9 @@ def _read(
 ) -> tuple[Sequence[Example | Conversation], Objective, Sequence[str]]:
     """What the model is to say of files, as texts (of plain text there are none) and as its objective, and notes."""
     kind, start_id = loaded.model.kind, loaded.model.config.start_id
-    if loaded.settings.chat:
-        template = Template(loaded.tokenizer)
-        conversations, notes = read_conversations(data.train, "data", data, data.max_samples, template)
-        return conversations, chat_objective(conversations, template), notes
-    if chosen_objective(data, kind) not in ("pairs", "character_noise"):
+    name = "chat" if loaded.settings.chat else chosen_objective(data, kind)
+    if name in ("masked_lm", "masked_lm_nsp"):  # of which there may be shards
         splits = read_splits(data, loaded.tokenizer, seed, kind, start_id)
         return (), splits.train, splits.notes
-    examples, notes = read_examples(data.train, "data", data, data.max_samples)
-    pairs, _ = tokenized(examples, loaded.tokenizer, data, kind, start_id)
-    return examples, objective(pairs, data, kind, start_id), notes
+    learned, examples, notes = prepare.read(prepare.Maker(data, loaded.tokenizer, name, kind, start_id), "data")
+    return examples, learned, notes

@@ -39,7 +39,7 @@ from t2t.models import adapters
 from t2t.models import load as models
 from t2t.models.base import Model
 from t2t.optim.build import Optimizer, default_lr, schedule, state_bytes
-from t2t.terminal import Progress, human_bytes, human_count, table
+from t2t.terminal import Preparing, Progress, human_bytes, human_count, table
 from t2t.train import evaluate, trackers
 from t2t.train.signals import StopRequest
 from t2t.train.step import Diverged, Map, StepResult, train_step
@@ -165,12 +165,13 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     # What is misspelt should neither wait for the data nor for the first evaluation.
     metrics.build(config.train.metrics)
     tokenizer = load_tokenizer(config)
-    family, architecture = models.architecture(_read_config(config, tokenizer))
+    family, architecture = models.architecture(read_model_config(config, tokenizer))
     device = devices.resolve(config.run.device)
     devices.use_threads(config.run.threads)
     devices.keep_memory(device)
     dtype = devices.compute_dtype(config.train.precision, device)
-    splits = read_splits(config.data, tokenizer, config.run.seed, family.kind, architecture.start_id)
+    with Preparing() as tell:
+        splits = read_splits(config.data, tokenizer, config.run.seed, family.kind, architecture.start_id, tell)
     for note in splits.notes:
         report(f"note: {note}")
     model, raw = load_model(config, device, dtype, tokenizer)
@@ -274,7 +275,7 @@ def load_tokenizer(config: Config) -> Tokenizer:
     return tokens.extended(tokenizer, config.model.new_tokens)
 
 
-def _read_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+def read_model_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """The Hugging Face config of the model to start from."""
     own = config.model
     if own.path:
@@ -289,7 +290,7 @@ def load_model(
     if config.model.path:
         model, raw = models.load(models.find(config.model.path), device, dtype, config.model.dropout)
     else:
-        raw = _read_config(config, tokenizer)
+        raw = read_model_config(config, tokenizer)
         model = models.create(raw, config.run.seed, config.model.dropout, device, dtype)
     _grow(model, raw, config, tokenizer)
     adapters.freeze(model, config.model.freeze)

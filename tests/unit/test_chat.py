@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from vocabularies import CHATML, WORDS
+from vocabularies import chatting as tokenizer
 
 import t2t
 from t2t import cli, config, generate
@@ -19,7 +21,7 @@ from t2t.data.chat import Chat, Template
 from t2t.data.loader import Splits, read_splits
 from t2t.data.packing import IGNORE
 from t2t.data.sources import Reader
-from t2t.data.tokens import Bytes, HuggingFace
+from t2t.data.tokens import Bytes
 from t2t.errors import InputError
 from t2t.generate import Loaded, Settings, read_settings
 from t2t.generate.decode import decode
@@ -27,10 +29,6 @@ from t2t.models import load as models
 from t2t.train import evaluate
 from t2t.train.run import train
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 INST = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}"
     "{% elif m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]"
@@ -53,7 +51,6 @@ SPACED = (
 )
 GOOD = {"chatml": CHATML, "inst": INST, "system": DEFAULT_SYSTEM, "thinking": THINKING, "spaced": SPACED}
 END = {"inst": "</s>", "spaced": "</s>"}
-WORDS = "the cat sat on the mat and the dog ate the answer of the assistant user hello there"
 
 
 def talk(*texts: str, system: str = "") -> list[dict[str, str]]:
@@ -61,34 +58,6 @@ def talk(*texts: str, system: str = "") -> list[dict[str, str]]:
     roles = ("user", "assistant") * len(texts)
     said = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     return [{"role": "system", "content": system}, *said] if system else said
-
-
-def tokenizer(template: str | None, merges: bool = False) -> HuggingFace:
-    """Bytes under GPT-2's names for them, with merges of some English words or with none."""
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
-    from tokenizers.trainers import BpeTrainer
-    from transformers import PreTrainedTokenizerFast
-
-    inner = Tokenizer(BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    specials = ["<pad>", "</s>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    size = 340 if merges else 0
-    inner.train_from_iterator(
-        [WORDS, "\n\n\n"] * 50,
-        BpeTrainer(vocab_size=size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False),
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token="</s>",
-        pad_token="<pad>",
-        additional_special_tokens=specials[2:],
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = template
-    return HuggingFace(fast, "tiny")
 
 
 def write(file: Path, *conversations: Any) -> str:
@@ -133,7 +102,7 @@ def test_the_answers_are_learned_with_their_ends_and_nothing_is_lost(name: str, 
             answers[-1] = f"<think>\n\n</think>\n\n{answers[-1]}"
         assert said == [text + end for text in answers]
 
-        feature = Chat([chat.Conversation(messages, "x:1", shown)], known.vocab_size, template.end_id).feature(0, 0)
+        feature = Chat.of([chat.Conversation(messages, "x:1", shown)], known.vocab_size, template.end_id).feature(0, 0)
         learned = feature.labels != IGNORE
         assert [*feature.inputs.tolist(), shown.ids[-1]] == shown.ids
         assert known.inner.decode(feature.labels[learned]) == "".join(said)
@@ -213,7 +182,7 @@ def test_the_oldest_turns_give_way_and_the_system_message_stays(tmp_path: Path) 
     found = splits(file, known, block=len(two.ids), max_target_length=8)
     assert isinstance(found.train, Chat)
     assert found.train.tokens[0].tolist() == two.ids
-    assert found.train.where == (f"{file}:1", f"{file}:2")
+    assert tuple(found.train.where) == (f"{file}:1", f"{file}:2")
     assert found.notes == (
         f"data.train: 1 conversations (50.0%) lost 1 answers at {len(two.ids)} tokens",
         f"data.train: 1 conversations left out: not even the last answer fits into {len(two.ids)} tokens",
@@ -342,7 +311,7 @@ def test_the_fingerprint_knows_tokens_and_what_is_learned() -> None:
     messages = talk("a", "b")
 
     def fingerprint(*shown: chat.Shown) -> str:
-        return Chat([chat.Conversation(messages, "x:1", s) for s in shown], 384, end_id=2).fingerprint
+        return Chat.of([chat.Conversation(messages, "x:1", s) for s in shown], 384, end_id=2).fingerprint
 
     one = chat.Shown([5, 6, 7, 2], [(2, 4)])
     others = [[one, one], [chat.Shown([5, 6, 8, 2], [(2, 4)])], [chat.Shown([5, 6, 7, 2], [(1, 4)])]]

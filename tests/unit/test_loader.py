@@ -197,7 +197,7 @@ def test_what_was_cut_and_skipped_is_told(tmp_path: Path) -> None:
     data = Data(train=(str(file),), on_bad_line="skip", max_source_length=4, max_target_length=4)
     notes = read_splits(data, Bytes(), seed=1).notes
     assert notes[0].startswith("data.train: 1 bad lines skipped, the first: ")
-    assert notes[1:] == ("training: 1 sources (50.0%) cut at data.max_source_length = 4",)
+    assert notes[1:] == ("data.train: 1 sources (50.0%) cut at data.max_source_length = 4",)
     examples, _ = read_examples(data.train, "data.train", data, 1)
     assert [example.where for example in examples] == [f"{file}:1"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from t2t.config import Data
-from t2t.data.loader import read_documents, read_splits
+from t2t.data.loader import read_splits
 from t2t.data.packing import IGNORE, Feature
 from t2t.data.ragged import Ragged
 from t2t.data.text import (
@@ -154,14 +154,19 @@ def test_blank_lines_part_the_documents_of_a_text_file(tmp_path: Path) -> None:
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_text("a\nb\n\n\nc\n")
     two.write_text("d\n")
-    data = Data()
-    documents, _ = read_documents([str(one), str(two)], "data.train", data, limit=0)
-    assert documents == [(f"{one}:1", "a\nb"), (f"{one}:5", "c"), (f"{two}:1", "d")]
-    assert len(read_documents([str(one), str(two)], "data.train", data, limit=2)[0]) == 2
+    assert documents(one, two) == [(f"{one}:1", "a\nb"), (f"{one}:5", "c"), (f"{two}:1", "d")]
+    assert len(documents(one, two, max_samples=2)) == 2
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"text": "a"}\n{"text": "b\\nc"}\n')
-    found, _ = read_documents([str(lines)], "data.train", data, limit=0)
-    assert [text for _, text in found] == ["a", "b\nc"]
+    assert [text for _, text in documents(lines)] == ["a", "b\nc"]
+
+
+def documents(*files: Path, **settings: int) -> list[tuple[str, str]]:
+    data = Data(train=tuple(map(str, files)), objective="lm", block=64, **settings)
+    found = read_splits(data, Bytes(), seed=1, kind="causal", start_id=1).train
+    assert isinstance(found, DocumentLM)
+    own = found.documents
+    return [(own.where[i], Bytes().decode(own.tokens[i].tolist())) for i in range(len(own))]
 
 
 def test_documents_are_held_out_whole(tmp_path: Path) -> None:
