@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from t2t import __version__, config
 from t2t.config import Config
 from t2t.errors import InputError, did_you_mean
-from t2t.train.signals import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_DONE, EXIT_INTERRUPTED
+from t2t.train import launch
+from t2t.train.signals import EXIT_BAD_INPUT, EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from t2t.data.sources import Reader
@@ -57,17 +58,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     2
     """
     try:
+        arguments = sys.argv[1:] if arguments is None else arguments
         parsed, rest = _parser().parse_known_args(arguments)
         if rest:
             name = rest[0].partition("=")[0]
             raise InputError(f"{name}: unknown argument{did_you_mean(name, parsed.flags())}")
+        parsed.arguments = arguments
         return parsed.run(parsed)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _tell_error(error)
         return EXIT_BAD_INPUT
     except BrokenPipeError:  # whoever read our output has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
+
+
+def _tell_error(error: Exception) -> None:
+    """One line, and where there are several ranks whose it is."""
+    rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    print(f"error: {rank}{error}", file=sys.stderr)
 
 
 def _quickstart(parsed: argparse.Namespace) -> int:
@@ -79,6 +88,10 @@ def _quickstart(parsed: argparse.Namespace) -> int:
 
 def _train(parsed: argparse.Namespace) -> int:
     chosen = config.load(parsed.recipe, _overrides(parsed))
+    if parsed.launch is not None and not parsed.dry_run:
+        return _launch(parsed.launch, parsed.arguments)
+    if launch.LAUNCHED in os.environ:
+        launch.end_with_parent()
     from t2t.train import run
 
     if parsed.dry_run:
@@ -100,18 +113,37 @@ def _prepare(parsed: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _launch(count: int, arguments: Sequence[str]) -> int:
+    if count < 1:
+        raise InputError(f"--launch: must be 1 or more, got {count}")
+    if "RANK" in os.environ:
+        raise InputError("--launch: this process is a rank already, as RANK in its environment says")
+    at = next(i for i, word in enumerate(arguments) if word.partition("=")[0] == "--launch")
+    rest = arguments[at + (1 if "=" in arguments[at] else 2) :]
+    return launch.launch(count, [*arguments[:at], *rest])
+
+
 def _trained(work: typing.Callable[[], object]) -> int:
+    from t2t.parallel import Elsewhere, Lost
     from t2t.train.run import Interrupted
     from t2t.train.step import Diverged
 
+    first = os.environ.get("RANK", "0") == "0"  # what all ranks know, one tells
     try:
         work()
     except Interrupted as error:
-        print(error, file=sys.stderr)
+        if first:
+            print(error, file=sys.stderr)
         return EXIT_INTERRUPTED
     except Diverged as error:
-        print(f"error: {error}", file=sys.stderr)
+        if first:
+            print(f"error: {error}", file=sys.stderr)
         return EXIT_DIVERGED
+    except Elsewhere as error:
+        return EXIT_BAD_INPUT if error.bad_input else EXIT_CRASH
+    except Lost as error:
+        _tell_error(error)
+        return EXIT_CRASH
     return EXIT_DONE
 
 
@@ -275,6 +307,7 @@ def _parser() -> _Parser:
     prepare = verb("prepare", _prepare, "Tokenize training data into a store that runs read from.", every)
     prepare.add_argument("recipe", nargs="?", help="a TOML file, or the name of a recipe")
     prepare.add_argument("--processes", type=int, help="that tokenize; 0: this one alone (default: one a core)")
+    train.add_argument("--launch", type=int, metavar="N", help="train by N processes on this machine")
     evaluate = verb("evaluate", _evaluate, "Loss and text metrics of a model on held-out data.", OF_INPUTS + OF_TARGETS)
     evaluate.add_argument("model", help="model folder")
     evaluate.add_argument("data", nargs="+", help="files with sources and targets")

@@ -177,6 +177,13 @@ class Tune:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """How many processes train together."""
+
+    dp: int = opt(0, "ranks that share a step's examples; 0: as many as were started, by --launch or torchrun")
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Saving, so that no run is lost."""
 
@@ -222,6 +229,7 @@ class Config:
     train: Train = field(default_factory=Train)
     tune: Tune = field(default_factory=Tune)
     optim: Optim = field(default_factory=Optim)
+    parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     generate: Generate = field(default_factory=Generate)
     track: Track = field(default_factory=Track)
@@ -471,6 +479,7 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "optim.beta1": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
     "optim.beta2": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
     "optim.eps": (lambda v: v > 0, "above 0"),
+    "parallel.dp": (lambda v: v >= 0, "0 or more"),
     "checkpoint.every": (lambda v: v == "epoch" or v >= 0, '0 or more, or "epoch"'),
     "checkpoint.keep": (lambda v: v >= 1, "1 or more"),
     "generate.beams": (lambda v: v >= 1, "1 or more"),

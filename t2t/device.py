@@ -10,19 +10,25 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from t2t.errors import InputError
 
 
-def resolve(name: str = "auto") -> torch.device:
+def resolve(name: str = "auto", rank: int | None = None) -> torch.device:
     """The device of that name; ``auto`` is the accelerator if there is one, else the CPU.
+
+    Of several processes on a machine, process ``rank`` takes the accelerator of that number where the name has none.
 
     >>> resolve("cpu")
     device(type='cpu')
     """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
-        return torch.device(found.type if found is not None else "cpu")
+        name = found.type if found is not None else "cpu"
+    numbered = rank is not None and found is not None and name == found.type
+    if numbered:
+        name = f"{name}:{rank}"
     counts = {"cpu": 1} if found is None else {"cpu": 1, found.type: torch.accelerator.device_count()}
     try:
         device = torch.device(name)
@@ -31,17 +37,32 @@ def resolve(name: str = "auto") -> torch.device:
     if device is None or (device.index or 0) >= counts.get(device.type, 0):
         here = ", ".join(f"{kind} ({count})" if count > 1 else kind for kind, count in counts.items())
         raise InputError(f"run.device: {name!r} is not here; found: {here}")
+    if numbered:
+        torch.accelerator.set_device_index(device)
     return device
 
 
-def use_threads(count: int) -> int:
-    """Use so many CPU threads; 0: as many as this process may run on. Gives back the number.
+def backend() -> str:
+    """What ranks talk through: gloo, and for tensors on the accelerator what belongs to it (nccl for CUDA).
+
+    >>> backend().startswith(("gloo", "cpu:gloo,"))
+    True
+    """
+    if not torch.accelerator.is_available():
+        return "gloo"
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return f"cpu:gloo,{found.type}:{dist.get_default_backend_for_device(found.type)}"
+
+
+def use_threads(count: int, processes: int = 1) -> int:
+    """Use so many CPU threads; 0: one a core, the cores shared by so many processes. Gives back the number.
 
     >>> use_threads(1)
     1
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(count or affinity)
+    torch.set_num_threads(count or max(1, affinity // processes))
     return torch.get_num_threads()
 
 

@@ -291,6 +291,9 @@ class Loader:
     about as large as ``micro_rows`` rows and equal by ``cost`` (`packing.cut_flat`). Where rows are not ``packed`` each
     holds one example, padded (`packing.cut_padded`).
 
+    Of ``size`` ranks this is number ``rank``: it makes every ``size``-th of a step's examples, maybe none, and all
+    ranks together make each example once.
+
     Batches of a masked model tell the few slots that it is asked at: a fixed number of a row's, so that it packs by
     both, or without ``static`` just those that have labels.
     """
@@ -308,7 +311,10 @@ class Loader:
         cost: Cost = slots,
         workers: int = 1,
         packed: bool = True,
+        rank: int = 0,
+        size: int = 1,
     ) -> None:
+        self.rank, self.size = rank, size
         self.examples, self.batch, self.shape, self.micro_rows, self.seed = examples, batch, shape, micro_rows, seed
         self.pad_id, self.static, self.shuffle, self.cost, self.workers = pad_id, static, shuffle, cost, workers
         self.packed, self.fingerprint = packed, examples.fingerprint
@@ -325,12 +331,14 @@ class Loader:
         return float(source.mean()), float(target.mean())
 
     def taken(self, step: int) -> np.ndarray:
-        """The examples of a step, counted from the start of training."""
+        """The examples of a step over all ranks, counted from the start of training."""
         return step_examples(len(self.examples), self.batch, step, order.key(self.seed, self.fingerprint), self.shuffle)
 
     def step(self, step: int) -> list[Batch]:
-        """The micro-batches of a step."""
-        index = self.taken(step)
+        """This rank's micro-batches of a step."""
+        index = self.taken(step)[self.rank :: self.size]
+        if not len(index):
+            return []
         epoch = step // self.steps_per_epoch
         features = [self.examples.feature(i, order.key(self.seed, epoch, i)) for i in index.tolist()]
         source, target = (np.array(side) for side in zip(*(feature.size for feature in features), strict=True))

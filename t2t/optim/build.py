@@ -29,6 +29,7 @@ from t2t.config import Optim
 from t2t.errors import InputError
 from t2t.optim.adafactor import Adafactor
 from t2t.optim.lamb import Lamb
+from t2t.parallel import Ranks
 
 # (optimizer, family) → (fine-tuning, from scratch).
 _RATES: dict[tuple[str, str], tuple[float, float]] = {
@@ -188,6 +189,10 @@ class Optimizer:
                 continue
             master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
             p.grad = None
+
+    def reduce(self, ranks: Ranks) -> None:
+        """After the last micro-batch: sum the fp32 gradients over ranks."""
+        ranks.sum_gradients(self._masters.values())
 
     def clip(self, max_norm: float) -> Tensor:
         """The global norm of the fp32 gradients; where it is above ``max_norm`` (0: no limit) they are scaled to it.

@@ -31,6 +31,7 @@ from t2t.errors import InputError
 from t2t.files import atomic_write
 from t2t.generate import batching
 from t2t.models.base import Model
+from t2t.parallel import ALONE, Ranks
 from t2t.train.step import on_device
 
 METRICS = ("bleu", "chrf", "rouge", "exact_match", "wer", "cer", "word_accuracy")
@@ -45,21 +46,30 @@ def _never() -> bool:
 
 
 @torch.no_grad()
-def loss(model: Model, loader: Loader, stopped: Callable[[], bool] = _never) -> dict[str, float]:
-    """Mean loss over the labels of all examples, and what else a model of its kind can tell without generating."""
+def loss(model: Model, loader: Loader, stopped: Callable[[], bool] = _never, ranks: Ranks = ALONE) -> dict[str, float]:
+    """Mean loss over the labels of all examples, and what else a model of its kind can tell without generating.
+
+    Of several ranks each has its share of the examples in its ``loader``; all get the same figures.
+    """
     training = model.training
     model.eval()
-    sums, counts, right = np.zeros(1), np.zeros(1), np.zeros(1)
+    found = np.zeros((3, 2))  # losses, labels, labels guessed right; of tokens and, where there are any, of pairs
+    given_up = False
     try:
         for batch in chain.from_iterable(loader.steps(0, loader.steps_per_epoch)):
-            if stopped():
-                raise Stopped
+            if given_up := stopped():
+                break
             losses, hits = model.judge(on_device(batch, model.head.device))
-            sums = sums + losses.double().cpu().numpy()
-            counts = counts + batch.counts
-            right = right + (np.nan if hits is None else hits.cpu().numpy())
+            own = slice(len(losses))
+            found[0, own] += losses.double().cpu().numpy()
+            found[1, own] += batch.counts
+            found[2, own] += np.nan if hits is None else hits.cpu().numpy()
     finally:
         model.train(training)
+    if ranks.any(given_up):
+        raise Stopped
+    found = ranks.sum(found)
+    sums, counts, right = found[:, : 1 + bool(found[1, 1])]
     means = sums / np.maximum(counts, 1)
     mean = float(means.sum())
     figures = {"loss": mean}
@@ -89,26 +99,34 @@ def score(
     file: Path | None = None,
     stopped: Callable[[], bool] = _never,
     template: str = "",
+    ranks: Ranks = ALONE,
 ) -> dict[str, float]:
     """Text metrics of generated output against the targets; predictions go to ``file`` beside their references.
 
-    Of a conversation the last answer is the target.
+    Of a conversation the last answer is the target. Ranks generate a share of the texts each.
     """
     measures = metrics.build(names)
     rows = []
-    sources = _sources(examples, tokenizer, max_source_length)
+    sources = _sources(examples[ranks.rank :: ranks.size], tokenizer, max_source_length)
     lengths = max_source_length, settings.max_length or max_length
-    outputs = batching.texts(model, tokenizer, sources, settings, *lengths, template=template)
-    for example, prediction in zip(examples, outputs, strict=True):
-        if stopped():
-            raise Stopped
+    own: list[str] = []
+    given_up = False
+    for text in batching.texts(model, tokenizer, sources, settings, *lengths, template=template):
+        if given_up := stopped():
+            break
+        own.append(text)
+    if ranks.any(given_up):
+        raise Stopped
+    shares = ranks.gather(own)
+    for i, example in enumerate(examples):
+        prediction = shares[i % ranks.size][i // ranks.size]
         if isinstance(example, Conversation):
             prediction = prediction.strip()
         for measure in measures:
             measure.add(prediction, example.target)
         row = {"where": example.where, "source": example.source, "prediction": prediction, "reference": example.target}
         rows.append(json.dumps(row, ensure_ascii=False) + "\n")
-    if file is not None:
+    if file is not None and ranks.first:
         atomic_write(file, "".join(rows))
     return {name: figure for measure in measures for name, figure in measure.result().items()}
 

@@ -10,11 +10,13 @@ import fnmatch
 import functools
 import json
 import math
+import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +29,7 @@ from t2t import device as devices
 from t2t import files, metrics
 from t2t.checkpoint import store
 from t2t.config import Config, flat, load, to_toml
-from t2t.data import chat, tokens
+from t2t.data import chat, order, tokens
 from t2t.data.chat import Chat
 from t2t.data.loader import Loader, Splits, pick_shape, read_splits
 from t2t.data.objectives import CausalPairs, Objective, Prompted
@@ -39,6 +41,7 @@ from t2t.models import adapters
 from t2t.models import load as models
 from t2t.models.base import Model
 from t2t.optim.build import Optimizer, default_lr, schedule, state_bytes
+from t2t.parallel import ALONE, Ranks, joined
 from t2t.terminal import Preparing, Progress, human_bytes, human_count, table
 from t2t.train import evaluate, trackers
 from t2t.train.signals import StopRequest
@@ -51,7 +54,7 @@ from t2t.train.summary import model_summary
 FREE_KEYS = (
     *("run.dir", "run.name", "run.device", "run.threads", "data.train", "data.validation", "data.readers"),
     *("train.stop_at", "train.micro_rows", "train.log_every", "train.evaluate_every", "train.metrics"),
-    *("checkpoint.*", "generate.*", "track.*"),
+    *("parallel.*", "checkpoint.*", "generate.*", "track.*"),
 )
 
 
@@ -109,6 +112,7 @@ class Run:
     over: Map
     total_steps: int
     report: Callable[[str], None]
+    ranks: Ranks = ALONE
     step: int = 0
     window: Window = dataclasses.field(default_factory=Window)
     figures: dict[str, float] = dataclasses.field(default_factory=dict)  # the newest that were logged
@@ -137,28 +141,70 @@ class Run:
 def train(config: Config, report: Callable[[str], None] = print) -> dict[str, float]:
     """Train as the config says, or go on where the run's folder left off; gives back the last figures.
 
+    Under torchrun each process is a rank: all train together, and rank 0 alone writes and reports.
+
     >>> train(load(overrides={"model.path": "no-model/here/x", "data.train": "x"}))
     Traceback (most recent call last):
     t2t.errors.InputError: model.path: no such folder: no-model/here/x
     """
-    folder = config.run_dir
-    if (folder / "lock").is_file():  # what would refuse a run in this folder need not wait for the data
-        with store.RunLock(folder):
-            _check_folder(config)
-    run = build(config, report)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"run.dir: {folder}: {error.strerror}") from None
-    with store.RunLock(folder):
-        _check_folder(config)
-        _resume(run)
-        files.atomic_write(folder / "config.toml", to_toml(config))
-        report(summary(run))
+    with joined(config.parallel.dp) as ranks, ExitStack() as held:
+        if not ranks.first:
+            report = _silent
+        with ranks.together():
+            if ranks.first and (config.run_dir / "lock").is_file():
+                with store.RunLock(config.run_dir):  # what would refuse a run in this folder need not wait for the data
+                    _check_folder(config)
+            run = build(config, report, ranks)
+        with ranks.together():
+            found = _take_folder(run, held) if ranks.first else None
+        found = ranks.share(found)
+        with ranks.together():
+            if found is not None:
+                _resume(run, Path(found))
+        _check_equal(run)
+        with ranks.together():
+            if ranks.first:
+                files.atomic_write(run.folder / "config.toml", to_toml(config))
+                report(summary(run))
         return _loop(run)
 
 
-def build(config: Config, report: Callable[[str], None] = print) -> Run:
+def _silent(line: str) -> None:
+    """What ranks other than the first report."""
+
+
+def _take_folder(run: Run, held: ExitStack) -> str | None:
+    """Lock the run's folder, and find the checkpoint to go on from."""
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"run.dir: {run.folder}: {error.strerror}") from None
+    held.enter_context(store.RunLock(run.folder))
+    _check_folder(run.config)
+    root = run.folder / "checkpoints"
+    found = store.newest(root, run.report)
+    if found is None and store.steps(root):
+        raise InputError(f"{root}: every checkpoint is damaged; give another run.dir to start anew")
+    return None if found is None else str(found)
+
+
+@torch.no_grad()
+def _check_equal(run: Run) -> None:
+    """Ranks that would train apart are refused."""
+    if run.ranks.size == 1:
+        return
+    whole = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    sums = [p.contiguous().view(whole[p.element_size()]).sum().item() for p in run.model.parameters()]
+    told = {"config": to_toml(run.config), **_fingerprints(run), "step": run.step, "weights": sums}
+    digests = run.ranks.gather({name: order.key(value) for name, value in told.items()})
+    with run.ranks.together():
+        for rank, digest in enumerate(digests):
+            for name in told:
+                if digest[name] != digests[0][name]:
+                    raise InputError(f"{name}: rank {rank} has another than rank 0; all must see the same files")
+
+
+def build(config: Config, report: Callable[[str], None] = print, ranks: Ranks = ALONE) -> Run:
     """Load or make every part of a run; nothing is written."""
     if not config.model.path and not config.model.config:
         raise InputError("model.path: no model given, as --model.path google-t5/t5-small, or asset:byt5-ro")
@@ -166,8 +212,8 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     metrics.build(config.train.metrics)
     tokenizer = load_tokenizer(config)
     family, architecture = models.architecture(read_model_config(config, tokenizer))
-    device = devices.resolve(config.run.device)
-    devices.use_threads(config.run.threads)
+    device = devices.resolve(config.run.device, ranks.local if ranks.size > 1 else None)
+    devices.use_threads(config.run.threads, ranks.local_size)
     devices.keep_memory(device)
     dtype = devices.compute_dtype(config.train.precision, device)
     with Preparing() as tell:
@@ -189,10 +235,10 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     # Recomputing, like a wrapped model, draws from torch's own generator, which threads would have to share.
     alone = config.train.gradient_checkpointing or not model.packs
     workers = 1 if alone else devices.workers(device)
-    loader = _loader(config, model, device, splits.train, workers)
+    loader = _loader(config, model, device, splits.train, workers, ranks)
     validation = None
     if splits.validation is not None:
-        validation = _loader(config, model, device, splits.validation, workers=1, shuffle=False)
+        validation = _loader(config, model, device, splits.validation, 1, ranks, shuffle=False)
     else:
         _check_nothing_evaluated(config)
     total = config.train.steps or max(1, math.ceil(config.train.epochs * loader.steps_per_epoch))
@@ -204,7 +250,7 @@ def build(config: Config, report: Callable[[str], None] = print) -> Run:
     parts = (config, config.run_dir, device, tokenizer, model, raw, splits, loader, validation, optimizer)
     base = models.digest(models.find(config.model.path)) if model.adapter else ""
     over = worker_map(workers) if workers > 1 else map
-    return Run(*parts, over=over, total_steps=total, report=report, base=base)
+    return Run(*parts, over=over, total_steps=total, report=report, ranks=ranks, base=base)
 
 
 def _tune(config: Config, model: Model, tokenizer: Tokenizer) -> None:
@@ -221,7 +267,13 @@ def _tune(config: Config, model: Model, tokenizer: Tokenizer) -> None:
 
 
 def _loader(
-    config: Config, model: Model, device: torch.device, examples: Objective, workers: int, shuffle: bool = True
+    config: Config,
+    model: Model,
+    device: torch.device,
+    examples: Objective,
+    workers: int,
+    ranks: Ranks,
+    shuffle: bool = True,
 ) -> Loader:
     static, given = devices.static_shapes(device), config.train.micro_rows
     if model.prompt:
@@ -233,7 +285,7 @@ def _loader(
         examples,
         config.train.batch,
         shape,
-        _auto_micro_rows(shape, device) if given == "auto" else given,
+        _auto_micro_rows(shape, device, ranks.size) if given == "auto" else given,
         config.run.seed,
         pad_id=model.config.pad_id,
         static=static,
@@ -241,6 +293,8 @@ def _loader(
         cost=cost,
         workers=workers,
         packed=model.packs,
+        rank=ranks.rank,
+        size=ranks.size,
     )
 
 
@@ -260,10 +314,10 @@ def _check_nothing_evaluated(config: Config) -> None:
             raise InputError(f"train.{key}: {reason}")
 
 
-def _auto_micro_rows(shape: RowShape, device: torch.device) -> int:
-    """As many rows as the device likes at once, in even parts of a step with a little room, so that few stay empty."""
+def _auto_micro_rows(shape: RowShape, device: torch.device, ranks: int = 1) -> int:
+    """As many rows as the device likes at once, in even parts of a rank's step with a little room: few stay empty."""
     most = max(1, devices.micro_slots(device) // (shape.source_row + shape.target_row))
-    rows = 1.03 * shape.rows_per_step + 1
+    rows = 1.03 * shape.rows_per_step / ranks + 1
     return math.ceil(rows / math.ceil(rows / most))
 
 
@@ -344,7 +398,7 @@ def summary(run: Run) -> str:
         ("batch", f"{per_step:,} examples, about {per_step * lengths:,.0f} tokens, {at_once}"),
         ("steps", f"{run.total_steps:,} ({epochs:.2f} epochs), at step {run.step:,}"),
         ("optimizer", f"{config.optim.name}, {rate}"),
-        ("device", devices.describe(run.device)),
+        ("device", devices.describe(run.device) + (f", {run.ranks.size} ranks" if run.ranks.size > 1 else "")),
         ("memory", f"about {human_bytes(memory)}" + (f" of {human_bytes(have)}" if have else "")),
         ("folder", str(run.folder)),
     ]  # fmt: skip
@@ -366,7 +420,7 @@ def activation_bytes(run: Run) -> int:
     if not loader.static:  # rows of their own length, of which every segment sees itself
         most = loader.workers * rows * sum(seen)
         seen = loader.mean_sizes
-        rows = min(run.config.train.batch, len(loader.examples), most / sum(seen))
+        rows = min(math.ceil(min(run.config.train.batch, len(loader.examples)) / run.ranks.size), most / sum(seen))
     kept = run.model.config.activations(*seen, loader.static, run.config.train.gradient_checkpointing)
     return int(rows * run.model.head.element_size() * kept)
 
@@ -377,8 +431,9 @@ def _loop(run: Run) -> dict[str, float]:
         run.report(f"step {run.step:,}: nothing left to train")
     with (
         StopRequest() as stop,
-        closing(trackers.build(config, run.folder, run.step - run.owes)) as tracker,
-        Progress(run.total_steps, "train", start=run.step) as progress,
+        closing(_trackers(run)) as tracker,
+        nullcontext(sys.stderr) if run.ranks.first else open(os.devnull, "w") as stream,
+        Progress(run.total_steps, "train", start=run.step, stream=stream) as progress,
         closing(_steps(run, stop)) as steps,
     ):
         if run.owes:
@@ -391,25 +446,43 @@ def _loop(run: Run) -> dict[str, float]:
             _conclude(run, stop, tracker, progress)
             if run.ended or run.best.get("step") == run.step or run.due(config.checkpoint.every):
                 _save(run)
-    if stop.requested:
+    if stopped := _stopped(run, stop):
         _save(run)
-        raise Interrupted(f"{stop.requested}: saved at step {run.step}; the same command goes on from there")
-    export(run)
-    return run.figures
+        raise Interrupted(f"{stopped}: saved at step {run.step}; the same command goes on from there")
+    with run.ranks.together():
+        if run.ranks.first:
+            export(run)
+    return run.ranks.share(run.figures)
+
+
+def _trackers(run: Run) -> trackers.Trackers:
+    with run.ranks.together():
+        if run.ranks.first:
+            return trackers.build(run.config, run.folder, run.step - run.owes)
+    return trackers.Trackers([])
+
+
+def _stopped(run: Run, stop: StopRequest) -> str | None:
+    """The name of a signal that came to any rank; all ranks get the same answer."""
+    if not run.ranks.any(stop.requested):
+        return None
+    return next(filter(None, run.ranks.gather(stop.requested)))
 
 
 def _steps(run: Run, stop: StopRequest) -> Generator[tuple[StepResult, float], None, None]:
     """Every step that is left, made when it is asked for, and the seconds it took."""
     config = run.config
     with closing(run.loader.steps(run.step, run.last, config.data.readers)) as steps:
-        while not (run.ended or stop.requested):
+        while not run.ended:
             began = time.perf_counter()
+            batches: list[Batch] = []
             try:
                 batches = next(steps)
             except BrokenProcessPool:
-                if stop.requested:  # the signal reached the readers too
-                    return
-                raise
+                if not stop.requested:  # else the signal reached the readers too
+                    raise
+            if _stopped(run, stop):
+                return
             yield _step(run, batches), time.perf_counter() - began
 
 
@@ -418,10 +491,13 @@ def _step(run: Run, batches: list[Batch]) -> StepResult:
     smoothing = config.train.label_smoothing
     try:
         return train_step(
-            run.model, run.optimizer, batches, run.step, config.run.seed, config.optim.clip, smoothing, run.over
-        )
+            run.model, run.optimizer, batches, run.step, config.run.seed, config.optim.clip, smoothing, run.over,
+            run.ranks,
+        )  # fmt: skip
     except Diverged as error:
-        _write_crash(run, error)
+        with run.ranks.together():
+            if run.ranks.first:
+                _write_crash(run, error)
         raise
 
 
@@ -450,14 +526,16 @@ def _evaluate(run: Run, stopped: Callable[[], bool]) -> dict[str, float]:
     """Held-out figures; keeps track of the best."""
     config = run.config
     assert run.validation is not None
-    figures = evaluate.loss(run.model, run.validation, stopped)
+    figures = evaluate.loss(run.model, run.validation, stopped, run.ranks)
     if config.train.metrics:
         file = run.folder / "predictions" / f"step-{run.step:06d}.jsonl"
-        file.parent.mkdir(exist_ok=True)
+        if run.ranks.first:
+            file.parent.mkdir(exist_ok=True)
         figures |= evaluate.score(
             config.train.metrics, run.model, run.tokenizer, run.splits.validation_examples, config.generate,
-            _max_source_length(run), config.data.max_target_length, file, stopped, config.data.template,
+            _max_source_length(run), config.data.max_target_length, file, stopped, config.data.template, run.ranks,
         )  # fmt: skip
+        figures = run.ranks.share(figures)  # a metric of one's own may not give the same twice
     if config.train.best not in figures:
         raise InputError(f"train.best: no figure {config.train.best!r}{did_you_mean(config.train.best, figures)}")
     value = figures[config.train.best]
@@ -478,8 +556,10 @@ def _save(run: Run) -> None:
     root = run.folder / "checkpoints"
     kept = {"figures": run.figures, "best": run.best, "stale": run.stale, "owes": run.owes}
     state = {**_fingerprints(run), "window": dataclasses.asdict(run.window), **kept}
-    store.save(root, run.step, _weights(run), run.optimizer.state(), state)
-    store.prune(root, run.config.checkpoint.keep, {int(run.best["step"])} if run.best else set())
+    with run.ranks.together():
+        if run.ranks.first:
+            store.save(root, run.step, _weights(run), run.optimizer.state(), state)
+            store.prune(root, run.config.checkpoint.keep, {int(run.best["step"])} if run.best else set())
 
 
 def _kept(run: Run) -> dict[str, nn.Parameter]:
@@ -502,14 +582,8 @@ def _fingerprints(run: Run) -> dict[str, str | None]:
     }
 
 
-def _resume(run: Run) -> None:
-    """Go on from the newest checkpoint that verifies; refuse one of other data."""
-    root = run.folder / "checkpoints"
-    found = store.newest(root, run.report)
-    if found is None:
-        if store.steps(root):
-            raise InputError(f"{root}: every checkpoint is damaged; give another run.dir to start anew")
-        return
+def _resume(run: Run, found: Path) -> None:
+    """Go on from a checkpoint; refuse one of other data."""
     saved = store.load(found)
     for name, now in _fingerprints(run).items():
         if saved.state[name] != now:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from t2t.data import order
 from t2t.data.packing import Batch
 from t2t.models.base import Model, Rows
 from t2t.optim.build import Optimizer
+from t2t.parallel import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -74,21 +76,23 @@ def train_step(
     clip: float,
     smoothing: float,
     over: Map = map,
+    ranks: Ranks = ALONE,
 ) -> StepResult:
-    """Forward and backward over the step's micro-batches, then one update.
+    """Forward and backward over this rank's micro-batches of the step, then one update, the same on every rank.
 
-    Each loss is a sum over the count of its labels in the whole step, so that any cut into micro-batches gives the
-    same gradient; gradients are summed in order, so that ``over`` (`map` or `workers`) changes nothing either. Random
-    numbers come from (seed, step, micro-batch) and leave no state behind.
+    Each loss is a sum over the count of its labels in the whole step, so that any cut into ranks and micro-batches
+    gives the same gradient; gradients are summed in order, so that ``over`` (`map` or `workers`) changes nothing
+    either. Random numbers come from (seed, step, micro-batch of all ranks) and leave no state behind.
     """
-    counts = np.maximum(sum(batch.counts for batch in batches), 1)
-    shares = (1.0 / counts).tolist()
+    *counts, tokens = ranks.sum(count(batches)).tolist()
+    shares = [1.0 / max(labels, 1) for labels in counts]
     trained = [p for p in model.parameters() if p.requires_grad]
 
     def micro(i: int, batch: Batch) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
-        with kernels.random_from(order.key(seed, step, i), model.head.device, alone=over is map):
+        key = order.key(seed, step, i * ranks.size + ranks.rank)
+        with kernels.random_from(key, model.head.device, alone=over is map):
             sums, each = batch_loss(model, batch, smoothing)
-            total = (sums * sums.new_tensor(shares)).sum()
+            total = (sums * sums.new_tensor(shares[: len(sums)])).sum()
             return total.detach(), each, torch.autograd.grad(total, trained, allow_unused=True)
 
     totals, losses = [], []
@@ -100,17 +104,29 @@ def train_step(
                 # Fused optimizers read memory in order: a transposed gradient would reach the wrong weights.
                 p.grad = gradient.contiguous() if p.grad is None else p.grad.add_(gradient)
         optimizer.accumulate()
-    loss = float(sum(totals))
+    loss = float(ranks.sum(np.array([float(sum(totals))]))[0])
     if not math.isfinite(loss):
         offenders = sorted(
             {i for batch, each in zip(batches, losses, strict=True) for i in _offenders(model, batch, each)}
         )
-        raise Diverged(f"step {step + 1}: the loss is not finite", offenders)
+        raise Diverged(f"step {step + 1}: the loss is not finite", sorted(chain(*ranks.gather(offenders))))
+    optimizer.reduce(ranks)
     norm = float(optimizer.clip(clip))
     if not math.isfinite(norm):
-        raise Diverged(f"step {step + 1}: the gradient is not finite", [i for b in batches for i in _examples(b)])
+        everyone = chain(*ranks.gather([i for batch in batches for i in _examples(batch)]))
+        raise Diverged(f"step {step + 1}: the gradient is not finite", [*everyone])
     lr = optimizer.step(step)
-    return StepResult(loss, norm, lr, sum(b.tokens for b in batches), int(counts[0]))
+    return StepResult(loss, norm, lr, tokens, max(counts[0], 1))
+
+
+def count(batches: Sequence[Batch]) -> np.ndarray:
+    """The labels of each of the at most two kinds, and the tokens, [3]: of a rank without examples, zeros."""
+    found = np.zeros(3, dtype=np.int64)
+    for batch in batches:
+        labels = batch.counts
+        found[: len(labels)] += labels
+        found[2] += batch.tokens
+    return found
 
 
 def _examples(batch: Batch) -> list[int]:

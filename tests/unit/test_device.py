@@ -28,6 +28,21 @@ def test_auto_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.resolve("cuda:1") == torch.device("cuda:1")
 
 
+def test_ranks_of_a_machine_take_an_accelerator_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    pretend(monkeypatch, "cuda")
+    second = torch.device("cuda:1")
+    assert devices.resolve(rank=1) == devices.resolve("cuda", rank=1) == second
+    assert chosen == [second, second]
+    assert (devices.resolve("cpu", rank=1), devices.resolve("cuda:0", rank=1)) == (CPU, torch.device("cuda:0"))
+    with pytest.raises(InputError, match=r"run.device: 'cuda:2' is not here; found: cpu, cuda \(2\)"):
+        devices.resolve(rank=2)
+    assert devices.backend() == "cpu:gloo,cuda:nccl"
+    pretend(monkeypatch, None)
+    assert (devices.resolve(rank=1), devices.backend()) == (CPU, "gloo")
+
+
 @pytest.mark.parametrize(
     ("here", "name", "words"),
     [
@@ -52,6 +67,8 @@ def test_threads_are_those_asked_for_or_those_we_may_use(monkeypatch: pytest.Mon
         if hasattr(os, "sched_getaffinity"):
             monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5})
             assert devices.use_threads(0) == 3
+            assert [devices.use_threads(0, processes=count) for count in (2, 3, 8)] == [1, 1, 1]
+            assert devices.use_threads(2, processes=8) == 2
     finally:
         torch.set_num_threads(before)
 

@@ -218,3 +218,33 @@ def test_given_row_lengths_are_kept() -> None:
     shape = pick_shape(Seq2Seq(pairs, 0), Data(source_row=77, target_row=33), 8, lambda s, t: s + t, seed=1)
     assert (shape.source_row, shape.target_row) == (77, 33)
     assert pick_shape(Seq2Seq(pairs, 0), Data(target_row=33), 8, lambda s, t: s + t, seed=1).target_row == 33
+
+
+# Ranks
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_ranks_share_every_step_and_make_the_features_of_one(size: int, static: bool) -> None:
+    pairs = make_pairs(17)
+    alone = make_loader(pairs, batch=4, noise=True, static=static)
+    ranks = [make_loader(pairs, batch=4, noise=True, static=static, rank=rank, size=size) for rank in range(size)]
+    for step in range(2 * alone.steps_per_epoch):
+        taken = alone.taken(step).tolist()
+        shares = [loader.step(step) for loader in ranks]
+        assert [sorted(examples_of(share)) for share in shares] == [sorted(taken[rank::size]) for rank in range(size)]
+        assert all(loader.taken(step).tolist() == taken for loader in ranks)
+        whole = {i: row for batch in alone.step(step) for i, row in rows_of(batch)}
+        assert {i: row for share in shares for batch in share for i, row in rows_of(batch)} == whole
+    assert size < 5 or any(not loader.step(0) for loader in ranks)
+
+
+def rows_of(batch: Batch) -> list[tuple[int, tuple[list[int], list[int]]]]:
+    """The examples of a batch, and what each reads and says."""
+    found = []
+    for r, named in enumerate(batch.example_ids):
+        for segment, i in enumerate(named.tolist(), 1):
+            if i >= 0:
+                read, said = batch.source_segments[r] == segment, batch.target_segments[r] == segment
+                found.append((i, (batch.source_ids[r][read].tolist(), batch.labels[r][said].tolist())))
+    return found

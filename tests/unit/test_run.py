@@ -77,7 +77,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], o
 
 
 def scripted_losses(monkeypatch: pytest.MonkeyPatch, values: Iterator[float]) -> None:
-    monkeypatch.setattr(evaluate, "loss", lambda model, loader, stopped: {"loss": next(values)})
+    monkeypatch.setattr(evaluate, "loss", lambda model, loader, *rest: {"loss": next(values)})
 
 
 # What a run is
