@@ -49,6 +49,7 @@ OF_TARGETS = tuple(
         *("objective", "block", "whole_words", "max_predictions"),
     )
 )
+OF_TASKS = "One task of a mixture: what it does not set, as in --data.mix.NAME.train FILE, is as in [data]."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,13 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> main(["train", "--train.bach", "8"])
     2
     """
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        arguments = sys.argv[1:] if arguments is None else arguments
-        parsed, rest = _parser().parse_known_args(arguments)
+        parsed, rest = _parser(words).parse_known_args(words)
         if rest:
             name = rest[0].partition("=")[0]
             raise InputError(f"{name}: unknown argument{did_you_mean(name, parsed.flags())}")
-        parsed.arguments = arguments
+        parsed.arguments = words
         return parsed.run(parsed)
     except InputError as error:
         _tell_error(error)
@@ -153,7 +154,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     output = Path(parsed.output) if parsed.output else None
     if output and not output.parent.is_dir():  # before the work, not after it
         raise InputError(f"--output: no such folder: {output.parent}")
-    figures = evaluate.evaluate(parsed.model, parsed.data, parsed.metrics, _overrides(parsed), output)
+    figures = evaluate.evaluate(parsed.model, parsed.data, parsed.metrics, _overrides(parsed), output, parsed.task)
     if parsed.json:
         print(json.dumps(figures))
     else:
@@ -169,7 +170,9 @@ def _generate(parsed: argparse.Namespace) -> int:
     chosen = config.load(None, _overrides(parsed))
     texts = _input_texts(parsed.input, chosen)
     device.use_threads(chosen.run.threads)
-    loaded = generate.load(parsed.model, chosen.run.device)
+    loaded = generate.load(parsed.model, chosen.run.device).task(parsed.task)
+    for note in loaded.settings.notes:
+        print(f"note: {note}", file=sys.stderr)
     given = {key: config.flat(chosen)[key] for key in _overrides(parsed)}
     prepared = {name: given[f"data.{name}"] for name in PREPARATION if f"data.{name}" in given}
     loaded = dataclasses.replace(loaded, settings=dataclasses.replace(loaded.settings, **prepared))
@@ -287,7 +290,9 @@ class _Parser(argparse.ArgumentParser):
             raise InputError(f"{value}: unknown verb{did_you_mean(value, known)}; verbs: {', '.join(known)}")
 
 
-def _parser() -> _Parser:
+def _parser(words: Sequence[str]) -> _Parser:
+    """The parser of a command line, whose own words tell which tasks it has flags for."""
+    mix = config.task_names(word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--"))
     keep_lines = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="t2t", description=DESCRIPTION, epilog=EPILOG, formatter_class=keep_lines, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"t2t {__version__}")
@@ -296,7 +301,7 @@ def _parser() -> _Parser:
     def verb(name: str, run: Any, help: str, keys: Sequence[str]) -> _Parser:
         sub = verbs.add_parser(name, help=help, description=help, allow_abbrev=False)
         sub.set_defaults(run=run, flags=sub.flags)
-        _add_config(sub, keys)
+        _add_config(sub, keys, mix)
         return sub
 
     every = [field.name for field in dataclasses.fields(Config)]
@@ -313,11 +318,13 @@ def _parser() -> _Parser:
     evaluate.add_argument("data", nargs="+", help="files with sources and targets")
     evaluate.add_argument("--metrics", nargs="+", help="metrics to compute (default: all)")
     evaluate.add_argument("--output", help="write predictions beside references to this file")
+    evaluate.add_argument("--task", default="", help="of a model of several tasks, the one to prepare sources for")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
     generate = verb("generate", _generate, "Generate a text for each input, as JSON lines.", OF_INPUTS)
     generate.add_argument("model", help="model folder")
     generate.add_argument("--input", default="-", help="file of inputs; -: lines of standard input (default)")
     generate.add_argument("--output", help="file to write; default: standard output")
+    generate.add_argument("--task", default="", help="of a model of several tasks, the one to prepare sources for")
     tokenizer = verb("tokenizer", _tokenizer, "Train a vocabulary on text; a Hugging Face folder comes out.", OF_TEXT)
     tokenizer.add_argument("files", nargs="+", metavar="FILE", help="text, or pairs, of which both columns count")
     tokenizer.add_argument("--out", required=True, metavar="FOLDER", help="new folder to write")
@@ -343,22 +350,28 @@ def _parser() -> _Parser:
     return parser
 
 
-def _add_config(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Make flags of config keys, given by name or by whole sections."""
-    for section, keys in groupby(config.keys(), lambda key: key.name.partition(".")[0]):
-        group = parser.add_argument_group(f"[{section}]")
+def _add_config(parser: argparse.ArgumentParser, names: Sequence[str], mix: Sequence[str]) -> None:
+    """Make flags of config keys, given by name or by whole sections, and where there is [data] of its tasks.
+
+    The help shows of a task's keys only those that [data] has not.
+    """
+    shared = {field.name for field in dataclasses.fields(config.Data)}
+    for section, keys in groupby(config.keys(dict.fromkeys(["NAME", *mix])), lambda key: key.name.rpartition(".")[0]):
+        about = OF_TASKS if section == "data.mix.NAME" and "data" in names else None
+        group = parser.add_argument_group(f"[{section}]", about)
         for key in keys:
-            if section not in names and key.name not in names:
+            if section.partition(".")[0] not in names and key.name not in names:
                 continue
             several = typing.get_origin(key.type) is tuple
             default = "" if key.default in (None, "", ()) else f" (default: {key.default})"
             extra: dict[str, Any] = {"nargs": "+"} if several else {}
             if key.type is bool:
                 extra = {"nargs": "?", "const": "true"}
-            flag, shown = f"--{key.name}", key.name.partition(".")[2].upper()
-            group.add_argument(
-                flag, dest=key.name, metavar=shown, help=(key.help + default).replace("%", "%%"), **extra
-            )
+            flag, leaf = f"--{key.name}", key.name.rpartition(".")[2]
+            help = (key.help + default).replace("%", "%%")
+            if "." in section and (section != "data.mix.NAME" or leaf in shared):
+                help = argparse.SUPPRESS
+            group.add_argument(flag, dest=key.name, metavar=leaf.upper(), help=help, **extra)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -121,6 +122,49 @@ class Data:
     readers: int = opt(0, "background processes that make batches; 0: a thread, which keeps a CPU fed")
     on_bad_line: Literal["error", "skip"] = opt("error", "what a bad line does: stop, or be skipped and counted")
     max_bad_lines: int = opt(1000, "skipping stops with an error beyond so many bad lines")
+    mixing: Literal["size", "temperature", "equal"] = opt(
+        "size",
+        "how often a mixture's tasks come that have no rate: by their number of examples, by that but the smaller ones "
+        "more often, or all alike",
+    )
+    mixing_limit: int = opt(0, "by size or temperature: count no task for more examples than this; 0: for all it has")
+    temperature: float = opt(2.0, "by temperature: tasks come by their size to the power 1 / temperature")
+    mix: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what [data.mix.NAME] says, task by task
+
+
+@dataclass(frozen=True)
+class Mixed(Data):
+    """One task of a mixture, [data.mix.NAME]: the data section with what the task sets itself."""
+
+    rate: float = opt(0.0, "how often the task comes, against the rates of the others; 0: as data.mixing says")
+    metrics: tuple[str, ...] = opt((), "the task's own text metrics; unset: train.metrics")
+
+
+# What all tasks of a mixture share.
+_OF_ALL = (
+    *("source_row", "target_row", "store", "streaming", "shuffle", "retries", "readers"),
+    *("mixing", "mixing_limit", "temperature", "mix"),
+)
+_NAME = re.compile("[A-Za-z0-9_-]+")  # of a task: what TOML leaves without quotes
+
+
+def tasks(data: Data) -> dict[str, Mixed]:
+    """The tasks of a mixture with all their keys, by name; without one it is the data section itself, without a name.
+
+    A task that says by itself what is held out takes over neither of the section's two ways to say it.
+
+    >>> told = tasks(Data(source="en", mix={"to_ro": {"target": "ro"}, "to_de": {"target": "de", "rate": 2.0}}))
+    >>> [(name, task.source, task.target, task.rate) for name, task in told.items()]
+    [('to_ro', 'en', 'ro', 0.0), ('to_de', 'en', 'de', 2.0)]
+    >>> list(tasks(Data()))
+    ['']
+    """
+    held = {"validation": (), "validation_split": 0.0}
+    shared = {**vars(data), "mix": {}}
+    told = {}
+    for name, own in (data.mix or {"": {}}).items():
+        told[name] = Mixed(**(shared | (held if own.keys() & held.keys() else {}) | dict(own)))
+    return told
 
 
 @dataclass(frozen=True)
@@ -243,6 +287,15 @@ class Config:
         """
         return Path(self.run.dir or f"runs/{self.run.name}")
 
+    def metrics(self, task: str) -> tuple[str, ...]:
+        """The text metrics of a task: the run's, unless it has its own.
+
+        >>> told = load(overrides={"train.metrics": ["chrf"], "data.mix.a.train": "a", "data.mix.b.metrics": "wer"})
+        >>> told.metrics("a"), told.metrics("b")
+        (('chrf',), ('wer',))
+        """
+        return self.data.mix.get(task, {}).get("metrics", self.train.metrics)
+
 
 @dataclass(frozen=True)
 class Key:
@@ -254,17 +307,36 @@ class Key:
     help: str
 
 
-def keys() -> Iterator[Key]:
-    """Every key of the config, in order.
+def keys(mix: Iterable[str] = ()) -> Iterator[Key]:
+    """Every key of the config, in order, with those of the tasks of a mixture, given by name.
 
     >>> next(keys()).name
     'run.dir'
+    >>> [key.name for key in keys(["a"]) if key.name.endswith("prefix")]
+    ['data.prefix', 'data.mix.a.prefix']
     """
     for section in dataclasses.fields(Config):
-        cls = _section_class(section.name)
-        types_ = typing.get_type_hints(cls)
-        for f in dataclasses.fields(cls):
-            yield Key(f"{section.name}.{f.name}", types_[f.name], f.default, f.metadata["help"])
+        yield from _section_keys(section.name, _section_class(section.name), ("mix",))
+        if section.name == "data":
+            for task in mix:
+                yield from _section_keys(f"data.mix.{task}", Mixed, _OF_ALL)
+
+
+def _section_keys(name: str, cls: type, without: Iterable[str]) -> Iterator[Key]:
+    types_ = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        if f.name not in without:
+            yield Key(f"{name}.{f.name}", types_[f.name], f.default, f.metadata["help"])
+
+
+def task_names(names: Iterable[str]) -> list[str]:
+    """The tasks that dotted keys speak of, each once.
+
+    >>> task_names(["data.train", "data.mix.a.train", "data.mix.b.train", "data.mix.a.rate"])
+    ['a', 'b']
+    """
+    inside = [name.removeprefix("data.mix.").rpartition(".")[0] for name in names if name.startswith("data.mix.")]
+    return [name for name in dict.fromkeys(inside) if name]
 
 
 def load(
@@ -282,30 +354,41 @@ def load(
     Traceback (most recent call last):
     t2t.errors.InputError: --train.bach: unknown key (did you mean train.batch?)
     """
-    known = {key.name: key for key in keys()}
-    given: dict[str, dict[str, Any]] = {s.name: {} for s in dataclasses.fields(Config)}
-    origin: dict[str, str] = {}
-
-    def put(name: str, raw: Any, where: str, text: bool) -> None:
-        if name not in known:
-            raise InputError(f"{where}: unknown key{did_you_mean(name, known)}")
-        section, _, leaf = name.partition(".")
-        given[section][leaf] = _convert(raw, known[name].type, where, text)
-        origin[name] = where
-
+    start = base or Config()
+    told = []  # name, value, where it was given, and whether as text
     if path is not None:
         file = find_recipe(path)
-        for name, raw in _flatten(_read_toml(file), file):
-            put(name, raw, f"{file}: {name}", text=False)
-    for name, (raw, where) in (values or {}).items():
-        put(name, raw, where, text=False)
-    for name, raw in (overrides or {}).items():
-        put(name, raw, f"--{name}", text=True)
-    start = base or Config()
+        told += [(name, raw, f"{file}: {name}", False) for name, raw in _flatten(_read_toml(file), file)]
+    told += [(name, raw, where, False) for name, (raw, where) in (values or {}).items()]
+    told += [(name, raw, f"--{name}", True) for name, raw in (overrides or {}).items()]
+    mix = {task: dict(own) for task, own in start.data.mix.items()}
+    for task in task_names(name for name, *_ in told):
+        mix.setdefault(task, {})
+    known = {key.name: key for key in keys(mix)}
+    given: dict[str, dict[str, Any]] = {s.name: {} for s in dataclasses.fields(Config)}
+    given["data"]["mix"] = dict(sorted(mix.items()))  # the order in which tasks are named changes nothing
+    origin: dict[str, str] = {}
+    for name, raw, where, text in told:
+        if name not in known:
+            raise InputError(f"{where}: {_unknown(name, known)}")
+        section, _, leaf = name.rpartition(".")
+        task = section.removeprefix("data.mix.")
+        if section != task and not _NAME.fullmatch(task):
+            raise InputError(f"{where}: a task's name may have letters, digits, _ and -, not {task!r}")
+        part = given[section] if section == task else mix[task]
+        part[leaf] = _convert(raw, known[name].type, where, text)
+        origin[name] = where
     config = Config(**{name: dataclasses.replace(getattr(start, name), **part) for name, part in given.items()})
     if validate:
         _validate(config, origin)
     return config
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    leaf = name.rpartition(".")[2]
+    if name.startswith("data.mix.") and leaf in _OF_ALL:
+        return f"all tasks share it: set data.{leaf}"
+    return f"unknown key{did_you_mean(name, known)}"
 
 
 def find_recipe(path: str | Path) -> Path:
@@ -333,24 +416,27 @@ def to_toml(config: Config) -> str:
     True
     """
     lines: list[str] = []
-    for section in dataclasses.fields(Config):
-        lines.append(f"[{section.name}]")
-        part = getattr(config, section.name)
-        for f in dataclasses.fields(part):
-            value = getattr(part, f.name)
-            if value is not None:
-                lines.append(f"{f.name} = {_toml_value(value)}")
-        lines.append("")
-    return "\n".join(lines)
+    before = ""
+    for name, value in flat(config).items():
+        section, _, leaf = name.rpartition(".")
+        if section != before:
+            lines += ["", f"[{section}]"] if before else [f"[{section}]"]
+            before = section
+        if value is not None:
+            lines.append(f"{leaf} = {_toml_value(value)}")
+    return "\n".join([*lines, ""])
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Every key and its value, for comparing two configs.
+    """Every key and its value, for comparing two configs; of a mixture's tasks the keys that they set themselves.
 
     >>> flat(Config())["train.batch"]
     32
     """
-    return {key.name: getattr(getattr(config, key.name.split(".")[0]), key.name.split(".")[1]) for key in keys()}
+    sections: dict[str, Mapping[str, Any]] = {f.name: vars(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    sections |= {f"data.mix.{task}": own for task, own in config.data.mix.items()}
+    places = [(key.name, *key.name.rpartition(".")[::2]) for key in keys(config.data.mix)]
+    return {name: sections[section][leaf] for name, section, leaf in places if leaf in sections[section]}
 
 
 def _toml_value(value: Any) -> str:
@@ -381,7 +467,20 @@ def _flatten(tree: Mapping[str, Any], file: Path) -> Iterator[tuple[str, Any]]:
         if not isinstance(table, dict):
             raise InputError(f"{file}: {section}: is a section: write [{section}] and its keys below")
         for leaf, raw in table.items():
-            yield f"{section}.{leaf}", raw
+            if (section, leaf) != ("data", "mix"):
+                yield f"{section}.{leaf}", raw
+        if "mix" in table and section == "data":
+            yield from _flatten_mix(table["mix"], file)
+
+
+def _flatten_mix(tables: Any, file: Path) -> Iterator[tuple[str, Any]]:
+    if not isinstance(tables, dict) or not tables:
+        raise InputError(f"{file}: data.mix: has no tasks: write [data.mix.NAME] and its keys below for each")
+    for task, table in tables.items():
+        if not isinstance(table, dict) or not table:
+            raise InputError(f"{file}: data.mix.{task}: is no task: write [data.mix.{task}] and its keys below")
+        for leaf, raw in table.items():
+            yield f"data.mix.{task}.{leaf}", raw
 
 
 def _convert(raw: Any, kind: Any, where: str, text: bool) -> Any:
@@ -459,6 +558,8 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "data.retries": (lambda v: v >= 0, "0 or more"),
     "data.readers": (lambda v: v >= 0, "0 or more"),
     "data.max_bad_lines": (lambda v: v >= 0, "0 or more"),
+    "data.mixing_limit": (lambda v: v >= 0, "0 or more"),
+    "data.temperature": (lambda v: v > 0, "above 0"),
     "train.steps": (lambda v: v >= 0, "0 or more"),
     "train.epochs": (lambda v: v > 0, "above 0"),
     "train.stop_at": (lambda v: v >= 0, "0 or more"),
@@ -496,18 +597,25 @@ def _validate(config: Config, origin: Mapping[str, str]) -> None:
         raise InputError(f"{origin.get(name, name)}: {message}")
 
     values = flat(config)
-    for name, (right, words) in _RANGES.items():
-        if not right(values[name]):
-            fail(name, f"must be {words}, got {values[name]!r}")
-    for row, longest in (("source_row", "max_source_length"), ("target_row", "max_target_length")):
-        if 0 < values[f"data.{row}"] < values[f"data.{longest}"]:
-            fail(f"data.{row}", f"must hold one example: at least data.{longest} = {values[f'data.{longest}']}, or 0")
+    for name, value in values.items():
+        right, words = _RANGES.get(re.sub(r"^data\.mix\..*\.", "data.", name), (None, ""))
+        if right and not right(value):
+            fail(name, f"must be {words}, got {value!r}")
+    for task, own in tasks(config.data).items():
+        section = f"data.mix.{task}" if task else "data"
+        for row, longest in (("source_row", "max_source_length"), ("target_row", "max_target_length")):
+            if 0 < getattr(own, row) < getattr(own, longest):
+                fail(
+                    f"data.{row}",
+                    f"must hold one example: at least {section}.{longest} = {getattr(own, longest)}, or 0",
+                )
+        if own.validation and own.validation_split:
+            fail(f"{section}.validation_split", f"is for runs without {section}.validation; give one of them")
+    _validate_mix(config.data, fail)
     if values["model.path"] and values["model.config"]:
         fail("model.config", "is for training from scratch; give it or model.path, not both")
     if values["model.overrides"] and not values["model.config"]:
         fail("model.overrides", "changes model.config, for training from scratch; none is given")
-    if values["data.validation"] and values["data.validation_split"]:
-        fail("data.validation_split", "is for runs without data.validation; give one of them")
     if values["tune.method"] != "none" and not values["model.path"]:
         fail("tune.method", "an adapter belongs to a trained model: give model.path")
     if values["tune.method"] != "none" and values["model.freeze"]:
@@ -525,12 +633,54 @@ def _validate(config: Config, origin: Mapping[str, str]) -> None:
         fail("optim.relative_step", 'needs optim.name = "adafactor"')
     if values["optim.relative_step"] and values["optim.lr"] is not None:
         fail("optim.lr", "is unused under optim.relative_step; leave one of them out")
-    figures = ["loss", *(figure for metric in values["train.metrics"] for figure in _FIGURES.get(metric, (metric,)))]
-    # A function by import path names its figures itself.
-    if values["train.best"] not in (*_LOSSES, *figures) and not any(
-        ":" in metric for metric in values["train.metrics"]
-    ):
-        fail("train.best", f"{values['train.best']!r} is not computed, of train.metrics come: {', '.join(figures)}")
+    _validate_best(config, fail)
     for name in values["track.to"]:
         if name not in ("tensorboard", "wandb", "trackio"):
             fail("track.to", f"no tracker {name!r}{did_you_mean(name, ('tensorboard', 'wandb', 'trackio'))}")
+
+
+def _validate_mix(data: Data, fail: Callable[[str, str], None]) -> None:
+    rates = {task: own.rate for task, own in tasks(data).items()}
+    fixed = any(rates.values())
+    for task, rate in rates.items():
+        if rate < 0:
+            fail(f"data.mix.{task}.rate", f"must be 0 or more, got {rate!r}")
+        if fixed and not rate:
+            fail(f"data.mix.{task}.rate", "is missing: give a rate to every task, or to none")
+    used = {"mixing": not fixed, "mixing_limit": not fixed and data.mixing != "equal"}
+    for key, use in (used | {"temperature": data.mixing == "temperature"}).items():
+        if getattr(data, key) != getattr(Data, key):
+            if not data.mix:
+                fail(f"data.{key}", "is for mixtures: give their tasks, as [data.mix.NAME]")
+            if not use:
+                unused = "where tasks have rates" if fixed else f'under data.mixing = "{data.mixing}"'
+                fail(f"data.{key}", f"is unused {unused}; leave one of them out")
+    if data.mix and data.streaming:
+        fail("data.streaming", "is for one task, not for mixtures")
+
+
+def figure_name(task: str, figure: str) -> str:
+    """What a task's figure is called among those of others; one that has no name leaves it as it is.
+
+    >>> figure_name("summaries", "chrf"), figure_name("", "chrf")
+    ('summaries_chrf', 'chrf')
+    """
+    return f"{task}_{figure}" if task else figure
+
+
+def _validate_best(config: Config, fail: Callable[[str, str], None]) -> None:
+    texts = {
+        task: [figure for metric in config.metrics(task) for figure in _FIGURES.get(metric, (metric,))]
+        for task in tasks(config.data)
+    }
+    told = [*_LOSSES, *texts.get("", ())]
+    for task in config.data.mix:
+        for name in (figure_name(task, figure) for figure in (*_LOSSES, *texts[task])):
+            if name in told:
+                fail(f"data.mix.{task}", f"another figure is called {name} already: give the task another name")
+            told.append(name)
+    # A function by import path names its figures itself.
+    if config.train.best not in told and not any(":" in figure for own in texts.values() for figure in own):
+        shown = [figure_name(task, figure) for task, own in texts.items() for figure in ("loss", *own)]
+        source = "of train.metrics come" if "" in texts else "there are"
+        fail("train.best", f"{config.train.best!r} is not computed, {source}: {', '.join(dict.fromkeys(shown))}")

@@ -7,18 +7,19 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice
 
 import numpy as np
 
-from t2t.config import Data
+from t2t.config import Data, tasks
 from t2t.data import hdf5, order
 from t2t.data.chat import Conversation
-from t2t.data.masked import SHARE, Masked, MaskedLM, Masking, NextSentence, most_predictions
+from t2t.data.masked import SHARE, MaskedLM, Masking, NextSentence, most_predictions
+from t2t.data.mixture import Mixture, weights
 from t2t.data.objectives import CausalPairs, CharacterNoise, Objective, Seq2Seq
 from t2t.data.packing import (
     ROUND,
@@ -46,12 +47,21 @@ SAMPLED_EXAMPLES = 2048  # how many examples the row lengths are picked from
 
 @dataclass(frozen=True)
 class Splits:
-    """What is learned from and what is held out, the latter's texts too, and what was found on the way."""
+    """What is learned from and what is held out, the latter's texts too, and what was found on the way.
+
+    Those of a mixture hold those of its tasks by name, and the texts are there.
+    """
 
     train: Objective
     validation: Objective | None
     validation_examples: Sequence[Example | Conversation]
     notes: tuple[str, ...]
+    mixed: Mapping[str, Splits] = field(default_factory=dict)
+
+    @property
+    def tasks(self) -> Mapping[str, Splits]:
+        """Every task by name; where there is no mixture this is the only one, and has no name."""
+        return self.mixed or {"": self}
 
 
 def read_examples(patterns: Sequence[str], key: str, data: Data, limit: int) -> tuple[list[Example], list[str]]:
@@ -114,6 +124,8 @@ def read_splits(
 
     Large files are tokenized into a store (`t2t.data.prepare`), or found in one; ``tell`` hears how far that is.
     """
+    if data.mix:
+        return _mixed_splits(data, tokenizer, seed, kind, start_id, tell)
     if not data.train:
         raise InputError("data.train: no training files given, as --data.train pairs.jsonl")
     if data.objective == "character_noise" and tokenizer.fingerprint != "bytes":
@@ -127,6 +139,25 @@ def read_splits(
         _check_chat(data)
     maker = prepare.Maker(data, tokenizer, name, kind, start_id)
     return prepare.splits(maker, [str(file) for file in resolve(data.train, "data.train")], seed, tell)
+
+
+def _mixed_splits(
+    data: Data, tokenizer: Tokenizer, seed: int, kind: str, start_id: int, tell: Callable[[int, int, int, int], None]
+) -> Splits:
+    found, objectives = {}, set()
+    for name, task in tasks(data).items():
+        try:
+            found[name] = read_splits(task, tokenizer, seed, kind, start_id, tell)
+            objectives.add(chosen_objective(task, kind))
+        except InputError as error:
+            raise InputError(f"data.mix.{name}: {error}") from None
+    if kind == "masked" and len(objectives) > 1:
+        raise InputError(f"data.mix: a masked model's tasks must be alike, found {' and '.join(sorted(objectives))}")
+    rates = weights(data, {name: len(own.train) for name, own in found.items()})
+    learned = Mixture({name: own.train for name, own in found.items()}, rates)
+    held = {name: own.validation for name, own in found.items() if own.validation is not None}
+    notes = tuple(f"{name}: {note}" for name, own in found.items() for note in own.notes)
+    return Splits(learned, Mixture(held) if held else None, (), notes, found)
 
 
 def _shares(count: int, data: Data, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -320,27 +351,33 @@ class Loader:
         self.packed, self.fingerprint = packed, examples.fingerprint
         self.steps_per_epoch = math.ceil(len(examples) / batch)
         self.predictions = None
-        if isinstance(examples, Masked):
-            self.predictions = prediction_slots(examples.predictions, shape.target_row) if static else 0
+        most = getattr(examples, "predictions", 0)  # labels of one example, told by objectives of masked models
+        if most:
+            self.predictions = prediction_slots(most, shape.target_row) if static else 0
 
     @cached_property
     def mean_sizes(self) -> tuple[float, float]:
         """The slots that an example takes on average in both streams, by a sample."""
-        index = step_examples(len(self.examples), min(SAMPLED_EXAMPLES, len(self.examples)), 0, order.key("sizes"))
+        index, _ = drawn(self.examples, min(SAMPLED_EXAMPLES, len(self.examples)), 0, order.key("sizes"))
         source, target = self.examples.sizes(index)
         return float(source.mean()), float(target.mean())
 
     def taken(self, step: int) -> np.ndarray:
         """The examples of a step over all ranks, counted from the start of training."""
-        return step_examples(len(self.examples), self.batch, step, order.key(self.seed, self.fingerprint), self.shuffle)
+        return self._drawn(step)[0]
+
+    def _drawn(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        return drawn(self.examples, self.batch, step, order.key(self.seed, self.fingerprint), self.shuffle)
 
     def step(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step."""
-        index = self.taken(step)[self.rank :: self.size]
+        index, rounds = (part[self.rank :: self.size] for part in self._drawn(step))
         if not len(index):
             return []
-        epoch = step // self.steps_per_epoch
-        features = [self.examples.feature(i, order.key(self.seed, epoch, i)) for i in index.tolist()]
+        features = [
+            self.examples.feature(i, order.key(self.seed, turn, i))
+            for i, turn in zip(index.tolist(), rounds.tolist(), strict=True)
+        ]
         source, target = (np.array(side) for side in zip(*(feature.size for feature in features), strict=True))
         rows = self.shape.source_row, self.shape.target_row
         if self.predictions:
@@ -416,6 +453,17 @@ def step_examples(count: int, batch: int, step: int, seed: int, shuffle: bool = 
     return order.permuted(positions, count, order.key(seed, epoch)) if shuffle else positions
 
 
+def drawn(examples: Objective, batch: int, step: int, seed: int, shuffle: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Which examples step ``step`` takes, and for each how often all of its kind were taken before: epochs of its own.
+
+    Where a task of a mixture comes more often than it has examples, one step may take an example of it twice.
+    """
+    epoch, places = step // math.ceil(len(examples) / batch), step_examples(len(examples), batch, step, seed, shuffle)
+    if shuffle and isinstance(examples, Mixture):
+        return examples.drawn(places, epoch, seed)
+    return places, np.full_like(places, epoch)
+
+
 def pick_shape(
     examples: Objective, data: Data, batch: int, cost: Cost, seed: int, static: bool = True, packed: bool = True
 ) -> RowShape:
@@ -428,7 +476,7 @@ def pick_shape(
         if 0 < getattr(data, key) < most:
             raise InputError(f"data.{key}: must hold the longest example, of {most} slots, or be 0")
     sampled = max(1, min(SAMPLED_EXAMPLES // batch, math.ceil(len(examples) / batch)))
-    steps = [step_examples(len(examples), batch, n, order.key(seed, "sample")) for n in range(sampled)]
+    steps = [drawn(examples, batch, n, order.key(seed, "sample"))[0] for n in range(sampled)]
     source, target = examples.sizes(np.concatenate(steps))
     s, t = float(source.mean()), float(target.mean())
     if not static:

@@ -5,7 +5,8 @@ The file ``t2t.json`` beside the weights says how sources were prepared in train
     {"prefix": "restore: ", "max_source_length": 256, "max_target_length": 256,
      "source_transforms": ["strip_diacritics"], "generate": {"beams": 4}}
 
-Whatever it leaves out has its default, and so has a folder without it.
+Whatever it leaves out has its default, and so has a folder without it. A model of several tasks has such settings for
+each, by name, under ``tasks``.
 """
 
 from __future__ import annotations
@@ -53,6 +54,17 @@ class Settings:
     generate: Generate = field(default_factory=Generate)
     template: str = ""  # how a causal model was shown pairs; empty: it goes on from the source
     chat: bool = False  # it was shown conversations, by the tokenizer's chat template
+    tasks: Mapping[str, Settings] = field(default_factory=dict)  # by name, of a model that learned several
+
+    @property
+    def notes(self) -> list[str]:
+        """What to tell whoever uses a model of several tasks and chose none of them.
+
+        >>> Settings(tasks={"title": Settings(), "gist": Settings()}).notes
+        ['no task given, so sources are read as they are; there are: title, gist']
+        """
+        told = f"no task given, so sources are read as they are; there are: {', '.join(self.tasks)}"
+        return [told] if self.tasks else []
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,22 @@ class Loaded:
     tokenizer: tokens.Tokenizer
     config: dict[str, Any]
     settings: Settings
+
+    def task(self, name: str) -> Loaded:
+        """The same with the settings of one of the tasks that the model was trained on; empty: with those of none.
+
+        >>> loaded = Loaded(None, None, {}, Settings(tasks={"title": Settings(prefix="title: ")}))
+        >>> loaded.task("title").settings.prefix, loaded.task("").settings.prefix
+        ('title: ', '')
+        >>> loaded.task("titel")
+        Traceback (most recent call last):
+        t2t.errors.InputError: task: no task 'titel' (did you mean title?); the model has: title
+        """
+        known = self.settings.tasks
+        if name and name not in known:
+            has = f"the model has: {', '.join(known)}" if known else "the model was trained on one without a name"
+            raise InputError(f"task: no task {name!r}{did_you_mean(name, known)}; {has}")
+        return dataclasses.replace(self, settings=known[name]) if name else self
 
     def generate(self, texts: Iterable[str | Messages], seed: int = 0, **overrides: Any) -> list[str]:
         """A text for each text; ``overrides`` are fields of the config's generate section: ``beams=4``.
@@ -187,7 +215,7 @@ def load(folder: str | Path, device: str = "auto") -> Loaded:
     settings = read_settings(home)
     model, raw = adapters.load(found, resolve(device))
     tokenizer = tokens.load(str(home))
-    if settings.chat:
+    if any(own.chat for own in (settings, *settings.tasks.values())):
         model.stops = (Template(tokenizer).end_id,)
     return Loaded(model.eval(), tokenizer, raw, settings)
 
@@ -201,9 +229,14 @@ def save_settings(folder: Path, settings: Settings) -> None:
     ...     read_settings(Path(name)).source_transforms
     ('lower',)
     """
-    kept = tuple(spec for spec in settings.source_transforms if travels(spec))
-    tree = dataclasses.asdict(dataclasses.replace(settings, source_transforms=kept))
+    tree = dataclasses.asdict(_travelling(settings))
     (folder / FILE).write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _travelling(settings: Settings) -> Settings:
+    kept = tuple(spec for spec in settings.source_transforms if travels(spec))
+    tasks = {name: _travelling(own) for name, own in settings.tasks.items()}
+    return dataclasses.replace(settings, source_transforms=kept, tasks=tasks)
 
 
 def read_settings(folder: Path) -> Settings:
@@ -220,13 +253,19 @@ def read_settings(folder: Path) -> Settings:
     except ValueError as error:
         raise InputError(f"{file}: not valid JSON: {error}") from None
     settings = _replaced(Settings(), raw, f"{file}: ")
-    _check_ranges(settings, f"{file}: ")
+    _check(settings, f"{file}: ")
+    for name, own in settings.tasks.items():
+        _check(own, f"{file}: tasks.{name}.")
+    return settings
+
+
+def _check(settings: Settings, where: str) -> None:
+    _check_ranges(settings, where)
     for spec in settings.source_transforms:
         if not travels(spec):
             reason = "a model folder may not name code to run, only built-in transforms and s/REGEX/TEXT/"
-            raise InputError(f"{file}: source_transforms: {spec!r}: {reason}")
-        tasks.transform(spec, f"{file}: source_transforms")
-    return settings
+            raise InputError(f"{where}source_transforms: {spec!r}: {reason}")
+        tasks.transform(spec, f"{where}source_transforms")
 
 
 def travels(spec: str) -> bool:
@@ -254,6 +293,10 @@ def _replaced(base: T, raw: Any, where: str) -> T:
 def _typed(value: Any, kind: Any, base: Any, where: str) -> Any:
     if kind is Generate:
         return _replaced(base, value, f"{where}.")
+    if typing.get_origin(kind) is Mapping:
+        if not isinstance(value, dict):
+            raise InputError(f"{where}: expected an object with settings by name, got {value!r}")
+        return {name: _replaced(Settings(), own, f"{where}.{name}.") for name, own in value.items()}
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise InputError(f"{where}: expected a list of strings, got {value!r}")

@@ -45,16 +45,30 @@ def _never() -> bool:
     return False
 
 
-@torch.no_grad()
 def loss(model: Model, loader: Loader, stopped: Callable[[], bool] = _never, ranks: Ranks = ALONE) -> dict[str, float]:
     """Mean loss over the labels of all examples, and what else a model of its kind can tell without generating.
 
     Of several ranks each has its share of the examples in its ``loader``; all get the same figures.
     """
+    return task_losses(model, {"": loader}, stopped, ranks)[""]
+
+
+def task_losses(
+    model: Model, loaders: Mapping[str, Loader], stopped: Callable[[], bool] = _never, ranks: Ranks = ALONE
+) -> dict[str, dict[str, float]]:
+    """The figures of `loss` for all tasks together, every label counted alike, under no name; then for each by name."""
+    sums = {task: _sums(model, loader, stopped, ranks) for task, loader in loaders.items()}
+    words = {task: loader.examples.words for task, loader in loaders.items()}
+    whole = _figures(model, sum(sums.values(), np.zeros((3, 2))), sum(words.values()) if all(words.values()) else 0)
+    return {"": whole} | {task: _figures(model, own, words[task]) for task, own in sums.items()}
+
+
+@torch.no_grad()
+def _sums(model: Model, loader: Loader, stopped: Callable[[], bool], ranks: Ranks) -> np.ndarray:
+    """Losses, labels, and labels guessed right: of tokens and, where there are any, of pairs, [3, 2]."""
     training = model.training
     model.eval()
-    found = np.zeros((3, 2))  # losses, labels, labels guessed right; of tokens and, where there are any, of pairs
-    given_up = False
+    found, given_up = np.zeros((3, 2)), False
     try:
         for batch in chain.from_iterable(loader.steps(0, loader.steps_per_epoch)):
             if given_up := stopped():
@@ -68,7 +82,10 @@ def loss(model: Model, loader: Loader, stopped: Callable[[], bool] = _never, ran
         model.train(training)
     if ranks.any(given_up):
         raise Stopped
-    found = ranks.sum(found)
+    return ranks.sum(found)
+
+
+def _figures(model: Model, found: np.ndarray, words: int) -> dict[str, float]:
     sums, counts, right = found[:, : 1 + bool(found[1, 1])]
     means = sums / np.maximum(counts, 1)
     mean = float(means.sum())
@@ -79,8 +96,8 @@ def loss(model: Model, loader: Loader, stopped: Callable[[], bool] = _never, ran
             figures |= {f"{name}_loss": own} | ({} if math.isnan(share) else {f"{name}_accuracy": share})
     if model.kind == "causal":
         figures["perplexity"] = _exp(mean)
-        if loader.examples.words:
-            figures["word_perplexity"] = _exp(float(sums[0]) / loader.examples.words)
+        if words:
+            figures["word_perplexity"] = _exp(float(sums[0]) / words)
     return figures
 
 
@@ -147,6 +164,7 @@ def evaluate(
     names: Sequence[str] | None = None,
     overrides: Mapping[str, str | list[str]] | None = None,
     output: Path | None = None,
+    task: str = "",
 ) -> dict[str, float]:
     """Loss and text metrics of a model folder on files, with the prefix, lengths and transforms it was trained with.
 
@@ -154,8 +172,9 @@ def evaluate(
     compare texts with. All metrics are computed where none are named.
 
     ``overrides`` are config keys as on the command line: ``{"data.source": "article", "generate.beams": "4"}``.
+    A model of several tasks is to be told the ``task``, whose settings then count.
     """
-    loaded = generate.load(model, load(None, overrides).run.device)
+    loaded = generate.load(model, load(None, overrides).run.device).task(task)
     own = loaded.settings
     travelled = Config(
         data=Data(
@@ -175,7 +194,7 @@ def evaluate(
     if not examples and (names or output):
         raise InputError("--metrics, --output: compare generated text with targets, which plain text has none of")
     metrics.build(names or METRICS)
-    for note in notes:
+    for note in (*own.notes, *notes):
         print(f"note: {note}", file=sys.stderr)
     if loaded.model.prompt:
         learned = Prompted(learned, loaded.model.prompt, loaded.model.kind)

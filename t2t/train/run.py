@@ -28,10 +28,11 @@ from torch.utils.checkpoint import checkpoint as recompute
 from t2t import device as devices
 from t2t import files, metrics
 from t2t.checkpoint import store
-from t2t.config import Config, flat, load, to_toml
+from t2t.config import Config, Data, figure_name, flat, load, tasks, to_toml
 from t2t.data import chat, order, tokens
 from t2t.data.chat import Chat
 from t2t.data.loader import Loader, Splits, pick_shape, read_splits
+from t2t.data.mixture import Mixture
 from t2t.data.objectives import CausalPairs, Objective, Prompted
 from t2t.data.packing import Batch, RowShape
 from t2t.data.tokens import Tokenizer
@@ -54,6 +55,7 @@ from t2t.train.summary import model_summary
 FREE_KEYS = (
     *("run.dir", "run.name", "run.device", "run.threads", "data.train", "data.validation", "data.readers"),
     *("train.stop_at", "train.micro_rows", "train.log_every", "train.evaluate_every", "train.metrics"),
+    *("data.mix.*.train", "data.mix.*.validation", "data.mix.*.metrics"),
     *("parallel.*", "checkpoint.*", "generate.*", "track.*"),
 )
 
@@ -107,7 +109,7 @@ class Run:
     raw: dict[str, Any]
     splits: Splits
     loader: Loader
-    validation: Loader | None
+    validation: dict[str, Loader]  # by task; what is not a mixture has one without a name, or none
     optimizer: Optimizer
     over: Map
     total_steps: int
@@ -209,7 +211,8 @@ def build(config: Config, report: Callable[[str], None] = print, ranks: Ranks = 
     if not config.model.path and not config.model.config:
         raise InputError("model.path: no model given, as --model.path google-t5/t5-small, or asset:byt5-ro")
     # What is misspelt should neither wait for the data nor for the first evaluation.
-    metrics.build(config.train.metrics)
+    for task in tasks(config.data):
+        metrics.build(config.metrics(task))
     tokenizer = load_tokenizer(config)
     family, architecture = models.architecture(read_model_config(config, tokenizer))
     device = devices.resolve(config.run.device, ranks.local if ranks.size > 1 else None)
@@ -223,10 +226,10 @@ def build(config: Config, report: Callable[[str], None] = print, ranks: Ranks = 
     model, raw = load_model(config, device, dtype, tokenizer)
     if model.fresh:
         report(f"note: the weights lack {', '.join(model.fresh[:3])} ({len(model.fresh)} in all): these start afresh")
-    if isinstance(splits.train, Chat):
-        model.stops = (splits.train.end_id,)
-    if config.train.metrics and splits.validation is not None and not splits.validation_examples:
-        raise InputError("train.metrics: compares generated text with targets, which plain text has none of")
+    chats = [own.train for own in splits.tasks.values() if isinstance(own.train, Chat)]
+    if chats:
+        model.stops = (chats[0].end_id,)
+    _check_targets(config, splits)
     if config.train.torch_ort:
         devices.use_torch_ort(model)
     if config.train.gradient_checkpointing:
@@ -236,10 +239,12 @@ def build(config: Config, report: Callable[[str], None] = print, ranks: Ranks = 
     alone = config.train.gradient_checkpointing or not model.packs
     workers = 1 if alone else devices.workers(device)
     loader = _loader(config, model, device, splits.train, workers, ranks)
-    validation = None
-    if splits.validation is not None:
-        validation = _loader(config, model, device, splits.validation, 1, ranks, shuffle=False)
-    else:
+    validation = {
+        task: _loader(config, model, device, own.validation, 1, ranks, shuffle=False)
+        for task, own in splits.tasks.items()
+        if own.validation is not None
+    }
+    if not validation:
         _check_nothing_evaluated(config)
     total = config.train.steps or max(1, math.ceil(config.train.epochs * loader.steps_per_epoch))
     lr = config.optim.lr
@@ -277,7 +282,8 @@ def _loader(
 ) -> Loader:
     static, given = devices.static_shapes(device), config.train.micro_rows
     if model.prompt:
-        examples = Prompted(examples, model.prompt, model.kind)
+        prompted = functools.partial(Prompted, ids=model.prompt, kind=model.kind)
+        examples = examples.map(prompted) if isinstance(examples, Mixture) else prompted(examples)
     _check_positions(model, examples)
     cost = model.config.row_cost
     shape = pick_shape(examples, config.data, config.train.batch, cost, config.run.seed, static, model.packs)
@@ -305,6 +311,15 @@ def _check_positions(model: Model, examples: Objective) -> None:
         own = f", {len(model.prompt)} of them a soft prompt's" if model.prompt else ""
         advice = "lower data.max_source_length, data.max_target_length or data.block"
         raise InputError(f"data: an example takes {longest} positions{own}; the model has {room}: {advice}")
+
+
+def _check_targets(config: Config, splits: Splits) -> None:
+    """Refuse metrics of plain text; those that all tasks of a mixture share are for the ones that have targets."""
+    for task, own in splits.tasks.items():
+        plain = own.validation is not None and not own.validation_examples
+        if plain and config.metrics(task) and (not task or "metrics" in config.data.mix[task]):
+            key = f"data.mix.{task}.metrics" if task else "train.metrics"
+            raise InputError(f"{key}: compares generated text with targets, which plain text has none of")
 
 
 def _check_nothing_evaluated(config: Config) -> None:
@@ -394,6 +409,7 @@ def summary(run: Run) -> str:
         ("parameters", f"{human_count(count)}, {human_count(trained)} trained, {human_bytes(weights)}"),
         *([("tuned", _tuned(run.model))] if run.model.adapter else []),
         ("data", f"{len(run.splits.train):,} examples, {len(run.splits.validation or ()):,} held out"),
+        *_task_rows(run, epochs),
         ("rows", packed),
         ("batch", f"{per_step:,} examples, about {per_step * lengths:,.0f} tokens, {at_once}"),
         ("steps", f"{run.total_steps:,} ({epochs:.2f} epochs), at step {run.step:,}"),
@@ -404,6 +420,17 @@ def summary(run: Run) -> str:
     ]  # fmt: skip
     plan = table(rows)
     return plan if trained == count else f"{model_summary(run.model)}\n{plan}"  # where all is trained, one line says it
+
+
+def _task_rows(run: Run, epochs: float) -> list[tuple[str, str]]:
+    """Of each task of a mixture: how much there is of it, and how much of that the run will see."""
+    mixture, rows = run.splits.train, []
+    if isinstance(mixture, Mixture):
+        for (task, own), quota in zip(run.splits.tasks.items(), mixture.quotas, strict=True):
+            size = f"{len(own.train):,} examples, {len(own.validation or ()):,} held out"
+            seen = f"{quota / len(mixture):.1%} of the batches, {epochs * quota / len(own.train):.2f} epochs"
+            rows.append((f"  {task}", f"{size}, {seen}"))
+    return rows
 
 
 def _tuned(model: Model) -> str:
@@ -523,33 +550,41 @@ def _conclude(run: Run, stop: StopRequest, tracker: trackers.Tracker, progress: 
 
 
 def _evaluate(run: Run, stopped: Callable[[], bool]) -> dict[str, float]:
-    """Held-out figures; keeps track of the best."""
+    """Held-out figures, those of a task with its name before them; keeps track of the best."""
     config = run.config
-    assert run.validation is not None
-    figures = evaluate.loss(run.model, run.validation, stopped, run.ranks)
-    if config.train.metrics:
-        file = run.folder / "predictions" / f"step-{run.step:06d}.jsonl"
-        if run.ranks.first:
-            file.parent.mkdir(exist_ok=True)
-        figures |= evaluate.score(
-            config.train.metrics, run.model, run.tokenizer, run.splits.validation_examples, config.generate,
-            _max_source_length(run), config.data.max_target_length, file, stopped, config.data.template, run.ranks,
-        )  # fmt: skip
-        figures = run.ranks.share(figures)  # a metric of one's own may not give the same twice
-    if config.train.best not in figures:
-        raise InputError(f"train.best: no figure {config.train.best!r}{did_you_mean(config.train.best, figures)}")
-    value = figures[config.train.best]
-    if math.isfinite(value) and (not run.best or metrics.better(config.train.best, value, run.best["value"])):
+    if "" in run.validation:
+        told = {"": evaluate.loss(run.model, run.validation[""], stopped, run.ranks)}
+    else:
+        told = evaluate.task_losses(run.model, run.validation, stopped, run.ranks)
+    for task, own in tasks(config.data).items():
+        examples = run.splits.tasks[task].validation_examples
+        if config.metrics(task) and examples:
+            name = f"step-{run.step:06d}-{task}.jsonl" if task else f"step-{run.step:06d}.jsonl"
+            file = run.folder / "predictions" / name
+            if run.ranks.first:
+                file.parent.mkdir(exist_ok=True)
+            told[task] |= evaluate.score(
+                config.metrics(task), run.model, run.tokenizer, examples, config.generate,
+                _max_source_length(run, task), own.max_target_length, file, stopped, own.template, run.ranks,
+            )  # fmt: skip
+    places = {figure_name(task, figure): (task, figure) for task, own in told.items() for figure in own}
+    figures = {name: told[task][figure] for name, (task, figure) in places.items()}
+    figures = run.ranks.share(figures)  # a metric of one's own may not give the same twice
+    best = config.train.best
+    if best not in figures:
+        raise InputError(f"train.best: no figure {best!r}{did_you_mean(best, figures)}")
+    value = figures[best]
+    if math.isfinite(value) and (not run.best or metrics.better(places[best][1], value, run.best["value"])):
         run.best, run.stale = {"step": run.step, "value": value}, 0
     else:
         run.stale += 1
     return figures
 
 
-def _max_source_length(run: Run) -> int:
+def _max_source_length(run: Run, task: str) -> int:
     """The most tokens that are generated from."""
-    data = run.config.data
-    return chat.lengths(data)[1] if isinstance(run.splits.train, Chat) else data.max_source_length
+    data, learned = tasks(run.config.data)[task], run.splits.tasks[task].train
+    return chat.lengths(data)[1] if isinstance(learned, Chat) else data.max_source_length
 
 
 def _save(run: Run) -> None:
@@ -576,7 +611,7 @@ def _fingerprints(run: Run) -> dict[str, str | None]:
     """What a resumed run must find unchanged."""
     return {
         "training data": run.loader.fingerprint,
-        "validation data": run.validation.fingerprint if run.validation else None,
+        "validation data": "-".join(loader.fingerprint for loader in run.validation.values()) or None,
         "tokenizer": run.tokenizer.fingerprint,
         **({"base model": run.base} if run.base else {}),
     }
@@ -618,13 +653,17 @@ def _check_folder(config: Config) -> None:
         raise InputError(f"{file}: is missing, so that nobody can tell whether the run goes on as it began")
     before, now = flat(load(file, validate=False)), flat(config)
     differ = [
-        f"{key}: {before[key]!r} before, {now[key]!r} now"
-        for key in now
-        if before[key] != now[key] and not any(fnmatch.fnmatch(key, free) for free in FREE_KEYS)
+        f"{key}: {_told(before, key)} before, {_told(now, key)} now"
+        for key in now | before
+        if before.get(key) != now.get(key) and not any(fnmatch.fnmatch(key, free) for free in FREE_KEYS)
     ]
     if differ:
         advice = "give another run.dir, or undo"
         raise InputError(f"{folder}: holds a run with another config; {advice}: {'; '.join(differ)}")
+
+
+def _told(values: dict[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "nothing"
 
 
 def _write_crash(run: Run, error: Diverged) -> None:
@@ -652,28 +691,18 @@ def export(run: Run) -> Path:
     folder, fresh, old = (run.folder / name for name in ("model", ".model.new", ".model.old"))
     step, weights = _best_weights(run)
     shutil.rmtree(fresh, ignore_errors=True)
-    data, ids = run.config.data, _special_ids(run)
+    ids = _special_ids(run)
     if run.model.adapter:
         adapters.save(run.model, weights, _absolute(run.config.model.path), fresh)
     else:  # a model may have buffers to keep
         models.save({**run.model.state_dict(), **weights}, {**run.raw, **ids}, fresh)
     run.tokenizer.save(fresh)
-    masked = run.model.kind == "masked"
-    if not masked:
+    if run.model.kind != "masked":
         generation = {**ids, **_generation(run.config)}
         if run.model.stops:
             generation["eos_token_id"] = [ids["eos_token_id"], *run.model.stops]
         files.atomic_write(fresh / "generation_config.json", json.dumps(generation, indent=2) + "\n")
-    settings = Settings(
-        prefix=data.prefix,
-        max_source_length=(masked and data.block) or _max_source_length(run),
-        max_target_length=data.max_target_length,
-        source_transforms=data.source_transforms,
-        template=data.template if isinstance(run.splits.train, CausalPairs) else "",
-        chat=isinstance(run.splits.train, Chat),
-        generate=run.config.generate,
-    )
-    save_settings(fresh, settings)
+    save_settings(fresh, _settings(run))
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -681,6 +710,30 @@ def export(run: Run) -> Path:
     shutil.rmtree(old, ignore_errors=True)
     run.report(f"model of step {step:,}: {folder}")
     return folder
+
+
+def _settings(run: Run) -> Settings:
+    """What generation has to know; of a mixture also what it has to know of each task."""
+    told = {task: _task_settings(run, task, own) for task, own in tasks(run.config.data).items()}
+    if "" in told:
+        return told[""]
+    longest = {
+        side: max(getattr(own, side) for own in told.values()) for side in ("max_source_length", "max_target_length")
+    }
+    return Settings(**longest, generate=run.config.generate, tasks=told)
+
+
+def _task_settings(run: Run, task: str, data: Data) -> Settings:
+    learned = run.splits.tasks[task].train
+    return Settings(
+        prefix=data.prefix,
+        max_source_length=(run.model.kind == "masked" and data.block) or _max_source_length(run, task),
+        max_target_length=data.max_target_length,
+        source_transforms=data.source_transforms,
+        template=data.template if isinstance(learned, CausalPairs) else "",
+        chat=isinstance(learned, Chat),
+        generate=run.config.generate,
+    )
 
 
 def _absolute(path: str) -> str:
@@ -701,7 +754,8 @@ def _special_ids(run: Run) -> dict[str, int]:
 def _generation(config: Config) -> dict[str, Any]:
     """Our way of generating in the words of transformers, which would stop at 20 tokens."""
     own = config.generate
-    settings: dict[str, Any] = {"max_new_tokens": own.max_length or config.data.max_target_length}
+    longest = max(task.max_target_length for task in tasks(config.data).values())
+    settings: dict[str, Any] = {"max_new_tokens": own.max_length or longest}
     if own.beams > 1:
         settings |= {"num_beams": own.beams, "length_penalty": own.length_penalty}
     if own.temperature > 0:
