@@ -67,9 +67,11 @@ class Data:
     """The text, and how it becomes rows."""
 
     train: tuple[str, ...] = opt(
-        (), "training files or globs: jsonl, csv, tsv, txt, parquet; also .gz .xz .zst; for BERT .hdf5 shards"
+        (),
+        "training files or globs: jsonl, csv, tsv, txt, parquet; also .gz .xz .zst; for BERT .hdf5 shards; "
+        "dataset:NAME[:CONFIG][@SPLIT] for one of Hugging Face's",
     )
-    validation: tuple[str, ...] = opt((), "validation files or globs")
+    validation: tuple[str, ...] = opt((), "validation files, globs or datasets")
     validation_split: float = opt(0.0, "share of the training examples held out when no validation file is given")
     format: Literal["auto", "jsonl", "csv", "tsv", "txt", "parquet", "hdf5"] = opt(
         "auto", "file format; auto: by file name"

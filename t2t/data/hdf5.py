@@ -41,7 +41,7 @@ class Shards(Masked):
     Row lengths are not known before a row is read, so that each is announced as long as the shard's rows are.
     """
 
-    def __init__(self, files: Sequence[Path], vocab_size: int, pairs: bool = True) -> None:
+    def __init__(self, files: Sequence[str | Path], vocab_size: int, pairs: bool = True) -> None:
         self.files, self.vocab_size, self.pairs = [str(file) for file in files], vocab_size, pairs
         self._open: dict[str, dict[str, Any]] = {}
         counts, lengths, few = np.array([_shape(file, self._shard(file)) for file in self.files]).T

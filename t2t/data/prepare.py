@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t2t.config import Data
-from t2t.data import chat, store
+from t2t.data import chat, hub, store
 from t2t.data.blocks import Block, BlockReader, Place, blocks
 from t2t.data.chat import Chat, Conversation, Cut, Template
 from t2t.data.loader import (
@@ -177,6 +177,8 @@ class Maker:
 
 
 def _identity(file: str) -> list[Any]:
+    if hub.is_dataset(file):
+        return [file, hub.fingerprint(file)]
     told = os.stat(file)
     return [os.path.abspath(file), told.st_size, told.st_mtime_ns]
 
@@ -203,7 +205,12 @@ def place(maker: Maker, files: Sequence[str]) -> Stored:
 
 def worth_storing(files: Sequence[str]) -> bool:
     """Whether files are so large that their tokens should not be in memory, and not be made for every run."""
-    return sum(os.path.getsize(file) * (4 if compression_of(file) else 1) for file in files) >= STORED_FROM
+    return sum(_size(file) * (4 if compression_of(file) else 1) for file in files) >= STORED_FROM
+
+
+def _size(file: str) -> int:
+    """Bytes, guessed for a dataset by the number of its rows."""
+    return 512 * hub.count(file) if hub.is_dataset(file) else os.path.getsize(file)
 
 
 def is_stored(maker: Maker, files: Sequence[str]) -> bool:
@@ -253,7 +260,7 @@ def _fill(into: store.Writer | Kept, maker: Maker, files: Sequence[str], process
     """Read the files from where the table ends."""
     at = _Cursor(*into.cursor) if into.cursor else _Cursor()
     limit = maker.data.max_samples
-    sizes = [os.path.getsize(file) for file in files]
+    sizes = [_size(file) for file in files]
     for (part, first_bad), block, number in _parts(maker, files, at, processes):
         if number != at.file:
             _check_any(files[at.file], at)

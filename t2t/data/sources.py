@@ -8,8 +8,9 @@
 | .txt | a line | text |
 | .parquet | a row | its columns |
 | .hdf5 .h5 | none: see `t2t.data.hdf5` | |
+| ``dataset:NAME@SPLIT`` | a row: see `t2t.data.hub` | its columns |
 
-Each may also be compressed: .gz, .xz, .zst. Files are streamed, so memory does not grow with their size.
+Each file may also be compressed: .gz, .xz, .zst. Files are streamed, so memory does not grow with their size.
 Blank lines are passed over; a byte-order mark and CRLF are dropped. A .json file that is one array or one
 document is refused: JSON lines can be streamed and tell the line of an error.
 
@@ -35,8 +36,9 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar, cast
+from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
+from t2t.data import arrow, hub
 from t2t.errors import InputError, did_you_mean
 
 _T = TypeVar("_T")
@@ -52,6 +54,7 @@ PAIRS = (
     ("article", "highlights"),
     ("document", "summary"),
     ("text", "summary"),
+    ("dialogue", "summary"),
     ("s", "t"),
 )
 """Column names that are taken for source and target when none are given, in any case of letters."""
@@ -111,8 +114,10 @@ class Record:
         return f"{self.file}:{self.line}"
 
 
-def resolve(patterns: Sequence[str], key: str = "data.train") -> list[Path]:
+def resolve(patterns: Sequence[str], key: str = "data.train") -> list[str]:
     """The files that a config entry names: paths, globs (sorted), and ``asset:NAME`` for one the package carries.
+
+    A dataset, ``dataset:NAME``, stays one name, with its split (see `t2t.data.hub`).
 
     >>> resolve(["no/such/pairs.tsv"])
     Traceback (most recent call last):
@@ -137,6 +142,8 @@ def type_name(value: Any) -> str:
     >>> type_name(None), type_name(True), type_name(3)
     ('null', 'a boolean', 'a number')
     """
+    if isinstance(value, hub.Undecoded):
+        return value.what
     return _TYPE_NAMES.get(type(value), f"a {type(value).__name__}")
 
 
@@ -223,7 +230,9 @@ def _assets() -> Path:
     return Path(str(resources.files("t2t") / "assets"))
 
 
-def _resolve(pattern: str, key: str) -> list[Path]:
+def _resolve(pattern: str, key: str) -> list[str]:
+    if hub.is_dataset(pattern):
+        return [hub.resolve(pattern, key)]
     if pattern.startswith("asset:"):
         path = _assets() / pattern.removeprefix("asset:")
     else:
@@ -233,9 +242,9 @@ def _resolve(pattern: str, key: str) -> list[Path]:
         example = f"*{''.join(_suffixes(found[0]))}" if found else "*.jsonl"
         raise InputError(f"{key}: {pattern} is a folder: name its files, as {pattern.rstrip('/')}/{example}")
     if path.exists():
-        return [path]
+        return [str(path)]
     if glob.has_magic(pattern):
-        files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if not Path(name).is_dir()]
+        files = [str(Path(name)) for name in sorted(glob.glob(pattern, recursive=True)) if not Path(name).is_dir()]
         if not files:
             raise InputError(f"{key}: no file matches {pattern}")
         return files
@@ -249,6 +258,8 @@ def format_of(file: str | Path, format: str = "auto") -> str | None:
     >>> format_of("ro.txt.xz"), format_of("pairs.dat", "tsv"), format_of("pairs.dat")
     ('txt', 'tsv', None)
     """
+    if hub.is_dataset(str(file)):
+        return "dataset"
     return _FORMATS.get(_suffixes(file)[0]) if format == "auto" else format
 
 
@@ -273,6 +284,9 @@ def parsed(
     file: str, format: str, columns: Sequence[str], start: int = 0
 ) -> Generator[Item[dict[str, Any]], None, None]:
     """What the lines or rows of a file give, without the first ``start`` of them."""
+    if hub.is_dataset(file):
+        yield from (_row(number, row) for number, row in hub.rows(file, start, columns=columns))
+        return
     kind, compression = text_format(file, format), compression_of(file)
     with opened(file, compression, text=kind != "parquet") as stream:
         if kind == "parquet":
@@ -537,22 +551,15 @@ def _parquet(file: str, stream: io.BufferedReader, spool: bool, start: int) -> I
             while groups and number + sizes[groups[0]] <= start:
                 number += sizes[groups.pop(0)]
             for batch in opened.iter_batches(batch_size=256, row_groups=groups):
-                for row in _batch_rows(batch):
+                for row in arrow.rows(batch):
                     number += 1
                     if number <= start:
                         continue
-                    yield Item(number, row or {}, "" if row is not None else "invalid UTF-8")
+                    yield _row(number, row)
         except (pyarrow.ArrowException, *BROKEN) as error:
             what = (str(error).splitlines() or [type(error).__name__])[0]
             raise InputError(f"{file}: not a whole parquet file (read to row {number}): {what}") from None
 
 
-def _batch_rows(batch: Any) -> list[dict[str, Any] | None]:
-    """The rows of a batch; None for one whose text is not UTF-8, found by halving."""
-    try:
-        return cast(list[dict[str, Any] | None], batch.to_pylist())
-    except UnicodeDecodeError:
-        if batch.num_rows == 1:
-            return [None]
-        half = batch.num_rows // 2
-        return _batch_rows(batch.slice(0, half)) + _batch_rows(batch.slice(half))
+def _row(number: int, row: dict[str, Any] | None) -> Item[dict[str, Any]]:
+    return Item(number, row or {}, "" if row is not None else "invalid UTF-8")

@@ -414,7 +414,7 @@ def test_resolve_files_and_globs(tmp_path: Path) -> None:
     write(write_into / "d.txt", "x\n")
 
     def names(*patterns: str) -> list[str]:
-        return [str(p.relative_to(tmp_path)) for p in resolve([f"{tmp_path}/{pattern}" for pattern in patterns])]
+        return [str(Path(p).relative_to(tmp_path)) for p in resolve([f"{tmp_path}/{pattern}" for pattern in patterns])]
 
     assert names("c.jsonl", "?.txt") == ["c.jsonl", "a.txt", "b.txt"]
     assert names("odd[1].txt") == ["odd[1].txt"]
@@ -444,7 +444,7 @@ def test_resolve_asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "assets").mkdir()
     file = write(tmp_path / "assets" / "ro.txt", "x\n")
     monkeypatch.setattr(sources.resources, "files", lambda package: tmp_path)
-    assert resolve(["asset:ro.txt"]) == [file]
+    assert resolve(["asset:ro.txt"]) == [str(file)]
     with pytest.raises(InputError, match=r"data.train: no such file: asset:ro.tx \(did you mean ro.txt\?\)"):
         resolve(["asset:ro.tx"])
 

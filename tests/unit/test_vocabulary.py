@@ -43,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def held_out() -> list[str]:
     from t2t.data.sources import resolve
 
-    return resolve([TEXT])[0].read_text(encoding="utf-8").splitlines()
+    return Path(resolve([TEXT])[0]).read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize("name", STYLES)
