@@ -12,6 +12,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from t2t.data.packing import (
     ROUND,
     Batch,
     Cost,
+    Feature,
     RowShape,
     collate,
     cut_flat,
@@ -77,7 +79,7 @@ def _bad(reader: Reader, key: str) -> list[str]:
 
 def _open(patterns: Sequence[str], key: str, data: Data) -> Reader:
     columns = data.source, data.target
-    return Reader(resolve(patterns, key), data.format, data.on_bad_line, data.max_bad_lines, columns)
+    return Reader(resolve(patterns, key), data.format, data.on_bad_line, data.max_bad_lines, columns, data.retries)
 
 
 KINDS = {
@@ -136,7 +138,7 @@ def read_splits(
     from t2t.data import prepare  # it stands on this file
 
     if name == "chat":
-        _check_chat(data)
+        check_chat(data)
     maker = prepare.Maker(data, tokenizer, name, kind, start_id)
     return prepare.splits(maker, [str(file) for file in resolve(data.train, "data.train")], seed, tell)
 
@@ -206,7 +208,8 @@ def objective(pairs: Pairs, data: Data, kind: str, start_id: int) -> Objective:
     return Seq2Seq(pairs, start_id) if kind == "seq2seq" else CausalPairs(pairs, data.loss_on == "both")
 
 
-def _check_chat(data: Data) -> None:
+def check_chat(data: Data) -> None:
+    """Refuse what has no meaning for conversations."""
     for key in ("source", "target", "prefix", "source_transforms", "target_transforms", "piece", "template", "loss_on"):
         if getattr(data, key) != getattr(Data, key):
             raise InputError(f"data.{key}: is for pairs; the tokenizer's chat template shows chat records as they are")
@@ -378,6 +381,14 @@ class Loader:
             self.examples.feature(i, order.key(self.seed, turn, i))
             for i, turn in zip(index.tolist(), rounds.tolist(), strict=True)
         ]
+        return self.pack(features, index)
+
+    def tell(self, i: int) -> dict[str, str | list[int]]:
+        """Where an example of a batch came from, and its tokens."""
+        return self.examples.tell(i)
+
+    def pack(self, features: Sequence[Feature], index: Sequence[int] | np.ndarray) -> list[Batch]:
+        """Micro-batches of a step's examples, whose numbers are given."""
         source, target = (np.array(side) for side in zip(*(feature.size for feature in features), strict=True))
         rows = self.shape.source_row, self.shape.target_row
         if self.predictions:
@@ -396,18 +407,26 @@ class Loader:
         """Steps ``start`` to ``stop``, the next ones made in the background: by a thread, or by reader processes."""
         if readers:
             context = multiprocessing.get_context("forkserver")
-            pool: Executor = ProcessPoolExecutor(readers, context, _become_reader, (self,))
-            make: Callable[[int], list[Batch]] = _read_step
+            pool: Executor = ProcessPoolExecutor(readers, context, become_reader, (self,))
+            make: Callable[[int], list[Batch]] = read_step
         else:
             pool, make = ThreadPoolExecutor(1), self.step
-        ahead: deque[Future[list[Batch]]] = deque()
-        unmade = iter(range(start, stop))
         try:
-            for _ in range(start, stop):
-                ahead.extend(pool.submit(make, n) for n in islice(unmade, 2 * readers + 2 - len(ahead)))
-                yield ahead.popleft().result()
+            yield from in_advance(lambda n: pool.submit(make, n), start, stop, 2 * readers + 2)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+T = TypeVar("T")
+
+
+def in_advance(submit: Callable[[int], Future[T]], start: int, stop: int, ahead: int) -> Generator[T, None, None]:
+    """What is made of the numbers ``start`` to ``stop``, in their order, so many of them asked for at once."""
+    asked: deque[Future[T]] = deque()
+    unasked = iter(range(start, stop))
+    for _ in range(start, stop):
+        asked.extend(submit(n) for n in islice(unasked, ahead - len(asked)))
+        yield asked.popleft().result()
 
 
 def prediction_slots(most: int, row: int) -> int:
@@ -419,12 +438,13 @@ def prediction_slots(most: int, row: int) -> int:
     return min(row, ROUND * math.ceil(max(most, SHARE * row) / ROUND))
 
 
-_reader: Loader | None = None  # the loader of a reader process
+_reader: Any = None  # of a reader process: what makes its steps
 
 
-def _become_reader(loader: Loader) -> None:
+def become_reader(maker: Any) -> None:
+    """In a fresh process: make the steps of a loader, or of anything that has a ``step``, and end with the parent."""
     global _reader
-    _reader = loader
+    _reader = maker
     os.setsid()  # a Ctrl-C is for the process that trains: it still needs the step that is being made
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -437,8 +457,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _read_step(step: int) -> list[Batch]:
-    assert _reader is not None
+def read_step(step: int) -> Any:
+    """In a reader process: its step."""
     return _reader.step(step)
 
 

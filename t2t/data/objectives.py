@@ -127,7 +127,7 @@ class Prompted:
     (array([384, 385, 386,   7,   8,   9]), array([-100, -100, -100, -100,    9,    1]))
     """
 
-    def __init__(self, inner: Objective, ids: range, kind: str) -> None:
+    def __init__(self, inner: Objective, ids: range | np.ndarray, kind: str) -> None:
         self.inner, self.ids, self.kind = inner, np.array(ids, dtype=np.int64), kind
         self.fingerprint, self.tell, self.words = f"{inner.fingerprint}-prompt-{len(ids)}", inner.tell, inner.words
 

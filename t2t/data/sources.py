@@ -10,7 +10,8 @@
 | .hdf5 .h5 | none: see `t2t.data.hdf5` | |
 | ``dataset:NAME@SPLIT`` | a row: see `t2t.data.hub` | its columns |
 
-Each file may also be compressed: .gz, .xz, .zst. Files are streamed, so memory does not grow with their size.
+Each file may also be compressed: .gz, .xz, .zst. Files are streamed, so memory does not grow with their size; so are
+http:// and https:// addresses, whose path tells the format.
 Blank lines are passed over; a byte-order mark and CRLF are dropped. A .json file that is one array or one
 document is refused: JSON lines can be streamed and tell the line of an error.
 
@@ -35,10 +36,13 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import resources
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from t2t.data import arrow, hub
+from t2t.data.remote import Patient, is_remote
 from t2t.errors import InputError, did_you_mean
 
 _T = TypeVar("_T")
@@ -117,7 +121,8 @@ class Record:
 def resolve(patterns: Sequence[str], key: str = "data.train") -> list[str]:
     """The files that a config entry names: paths, globs (sorted), and ``asset:NAME`` for one the package carries.
 
-    A dataset, ``dataset:NAME``, stays one name, with its split (see `t2t.data.hub`).
+    A dataset, ``dataset:NAME``, stays one name, with its split (see `t2t.data.hub`); addresses (http://, https://) stay
+    as they are.
 
     >>> resolve(["no/such/pairs.tsv"])
     Traceback (most recent call last):
@@ -152,7 +157,8 @@ class Reader:
 
     Under ``on_bad_line="error"`` the first one raises; under ``"skip"`` they are kept in ``bad`` ("file:line: what",
     of the latest pass) and raise once there are more than ``max_bad_lines``. ``columns`` are the names that the user
-    gave, which decide whether a .csv or .tsv file has a header (see the module).
+    gave, which decide whether a .csv or .tsv file has a header (see the module). A file that fails is opened again
+    ``retries`` times in a row.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -173,12 +179,16 @@ class Reader:
         on_bad_line: str = "error",
         max_bad_lines: int = 1000,
         columns: Sequence[str] = (),
+        retries: int = 0,
+        streaming: bool = False,
     ) -> None:
         self.files = [str(file) for file in files]
         self.format = format
         self.on_bad_line = on_bad_line
         self.max_bad_lines = max_bad_lines
         self.columns = [column for column in columns if column]
+        self.retries = retries
+        self.streaming = streaming
         self.bad: list[str] = []
         self.bad_count = 0
 
@@ -186,7 +196,7 @@ class Reader:
         self.bad, self.bad_count = [], 0
         for file in self.files:
             bad_before, good = len(self.bad), 0
-            with closing(parsed(file, self.format, self.columns)) as rows:
+            with closing(parsed(file, self.format, self.columns, 0, self.retries, self.streaming)) as rows:
                 for row in rows:
                     if row.error:
                         self._count(f"{file}:{row.line}: {row.error}")
@@ -233,6 +243,8 @@ def _assets() -> Path:
 def _resolve(pattern: str, key: str) -> list[str]:
     if hub.is_dataset(pattern):
         return [hub.resolve(pattern, key)]
+    if is_remote(pattern):
+        return [pattern]
     if pattern.startswith("asset:"):
         path = _assets() / pattern.removeprefix("asset:")
     else:
@@ -274,23 +286,23 @@ def compression_of(file: str | Path) -> str:
 
 def _suffixes(file: str | Path) -> tuple[str, str]:
     """The suffix that tells the format, and the compression's or nothing."""
-    path = Path(file)
+    path = Path(urlsplit(str(file)).path if is_remote(file) else file)
     if path.suffix.lower() in _COMPRESSIONS:
         return Path(path.stem).suffix.lower(), path.suffix.lower()
     return path.suffix.lower(), ""
 
 
 def parsed(
-    file: str, format: str, columns: Sequence[str], start: int = 0
+    file: str, format: str, columns: Sequence[str], start: int = 0, retries: int = 0, streaming: bool = False
 ) -> Generator[Item[dict[str, Any]], None, None]:
-    """What the lines or rows of a file give, without the first ``start`` of them."""
+    """What the lines or rows of a file give, without the first ``start`` of them; of a dataset maybe as they come."""
     if hub.is_dataset(file):
-        yield from (_row(number, row) for number, row in hub.rows(file, start, columns=columns))
+        yield from (_row(number, row) for number, row in hub.rows(file, start, streaming, columns))
         return
     kind, compression = text_format(file, format), compression_of(file)
-    with opened(file, compression, text=kind != "parquet") as stream:
+    with opened(file, compression, text=kind != "parquet", retries=retries) as stream:
         if kind == "parquet":
-            yield from _parquet(file, stream, bool(compression), start)
+            yield from _parquet(file, stream, bool(compression) or is_remote(file), start)
         else:
             items = parsed_lines(file, kind, decoded(_raw_lines(file, stream)), columns)
             yield from (item for item in items if item.line > start) if start else items
@@ -332,13 +344,14 @@ def parsed_lines(
 
 
 @contextmanager
-def opened(file: str, compression: str, text: bool) -> Iterator[io.BufferedReader]:
-    """The bytes of a file, unpacked."""
+def opened(file: str, compression: str, text: bool, retries: int = 0, start: int = 0) -> Iterator[io.BufferedReader]:
+    """The unpacked bytes of a file from ``start`` on; one that fails is opened again, ``retries`` times in a row."""
     with ExitStack() as stack:
-        try:
-            raw = stack.enter_context(open(file, "rb"))
-        except OSError as error:
-            raise InputError(f"{file}: cannot be opened: {error.strerror}") from None
+        raw: Any = stack.enter_context(io.BufferedReader(Patient(file, retries), 2**17))
+        if start and not compression:  # its beginning was looked at when it was read
+            raw.seek(start)
+            yield raw
+            return
         head = raw.peek(8)
         if not head:
             raise InputError(f"{file}: no records: the file is empty")
@@ -355,7 +368,10 @@ def opened(file: str, compression: str, text: bool) -> Iterator[io.BufferedReade
             case _:
                 yield raw
                 return
-        yield io.BufferedReader(unpacked)
+        stream = io.BufferedReader(unpacked)
+        while start and (passed := len(stream.read(min(start, 2**20)))):
+            start -= passed
+        yield stream
 
 
 class _ZstdFile(io.RawIOBase):
@@ -428,9 +444,9 @@ def raw_line(stream: io.BufferedReader) -> tuple[bytes | None, int]:
     return None, size
 
 
-def decoded(lines: Iterable[bytes | None], first: int = 1) -> Iterator[Item[str]]:
-    """The lines as text. They were cut as bytes, at newlines alone: U+2028 and the like are text."""
-    for number, raw in enumerate(lines, first):
+def decoded(lines: Iterable[bytes | None], numbers: Iterable[int] | None = None) -> Iterator[Item[str]]:
+    """The lines as text, numbered. They were cut as bytes, at newlines alone: U+2028 and the like are text."""
+    for number, raw in zip(count(1) if numbers is None else numbers, lines, strict=False):
         if raw is None:
             yield Item(number, "", f"longer than {MAX_LINE_BYTES:,} bytes: expected one record a line")
             continue
@@ -515,15 +531,22 @@ def _table(
 ) -> Iterator[Item[dict[str, Any]]]:
     for number, cells, error in rows:
         if not names and not error:
-            if _is_header(cells, columns):
-                names = [cell.strip() for cell in cells]
-                if len(set(names)) < len(names):
-                    raise InputError(f"{file}:{number}: a column name stands twice in the header: {', '.join(names)}")
+            names, named = table_head(file, number, cells, columns)
+            if named:
                 continue
-            names = [str(n) for n in range(len(cells))]
         if not error and len(cells) != len(names):
             error = f"{len(cells)} columns, where the first row has {len(names)}"
         yield Item(number, dict(zip(names, cells, strict=False)), error)
+
+
+def table_head(file: str, number: int, cells: list[str], columns: Sequence[str]) -> tuple[Sequence[str], bool]:
+    """The names of a table's columns by its first row, and whether that is a header."""
+    if not _is_header(cells, columns):
+        return [str(n) for n in range(len(cells))], False
+    names = [cell.strip() for cell in cells]
+    if len(set(names)) < len(names):
+        raise InputError(f"{file}:{number}: a column name stands twice in the header: {', '.join(names)}")
+    return names, True
 
 
 def _is_header(cells: list[str], columns: Sequence[str]) -> bool:
@@ -540,7 +563,7 @@ def _parquet(file: str, stream: io.BufferedReader, spool: bool, start: int) -> I
     except ImportError:
         raise InputError(f"{file}: parquet files need the pyarrow package: pip install pyarrow") from None
     number = 0
-    # A parquet file is read from its end, which a compressed stream cannot seek.
+    # A parquet file is read from its end, which neither a compressed nor a remote stream can seek.
     with tempfile.TemporaryFile() if spool else nullcontext(stream) as seekable:
         try:
             if spool:

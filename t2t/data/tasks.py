@@ -136,8 +136,10 @@ class Task:
             f"target: {' | '.join((_name(target), *self.target_transforms))}"
         )
 
-    def examples(self, reader: Reader) -> Iterator[Example]:
+    def examples(self, reader: Reader, columns: Columns | None = None) -> Iterator[Example]:
         """Every record's example, or examples when ``piece`` cuts it; what has no text is a bad line of the reader.
+
+        The columns are told by the first record of each file, unless they are given.
 
         >>> import tempfile, pathlib
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -149,14 +151,14 @@ class Task:
         """
         to_source = _transforms(self.source_transforms, "data.source_transforms")
         to_target = _transforms(self.target_transforms, "data.target_transforms")
-        file, columns, count = "", Columns((), ()), 0
+        file, told, count = "", columns or Columns((), ()), 0
         for record in reader:
-            if record.file != file:
-                file, columns = record.file, self.columns(record)
+            if record.file != file and columns is None:
+                file, told = record.file, self.columns(record)
             try:
                 texts = [
                     (_apply(to_source, source, record, "source"), _apply(to_target, target, record, "target"))
-                    for source, target in self._texts(record, columns)
+                    for source, target in self._texts(record, told)
                 ]
             except BadField as error:
                 reader.reject(record, str(error))

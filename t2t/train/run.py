@@ -35,6 +35,8 @@ from t2t.data.loader import Loader, Splits, pick_shape, read_splits
 from t2t.data.mixture import Mixture
 from t2t.data.objectives import CausalPairs, Objective, Prompted
 from t2t.data.packing import Batch, RowShape
+from t2t.data.stream import Sample, Source, Stream
+from t2t.data.stream import check as check_stream
 from t2t.data.tokens import Tokenizer
 from t2t.errors import InputError, did_you_mean
 from t2t.generate import Settings, save_settings
@@ -53,7 +55,16 @@ from t2t.train.summary import model_summary
 # Keys that may differ between a run and its resumption: where, how fast and what is told, never what is learned.
 # The data's files may move; their content is checked by its fingerprint.
 FREE_KEYS = (
-    *("run.dir", "run.name", "run.device", "run.threads", "data.train", "data.validation", "data.readers"),
+    *(
+        "run.dir",
+        "run.name",
+        "run.device",
+        "run.threads",
+        "data.train",
+        "data.validation",
+        "data.readers",
+        "data.retries",
+    ),
     *("train.stop_at", "train.micro_rows", "train.log_every", "train.evaluate_every", "train.metrics"),
     *("data.mix.*.train", "data.mix.*.validation", "data.mix.*.metrics"),
     *("parallel.*", "checkpoint.*", "generate.*", "track.*"),
@@ -213,14 +224,18 @@ def build(config: Config, report: Callable[[str], None] = print, ranks: Ranks = 
     # What is misspelt should neither wait for the data nor for the first evaluation.
     for task in tasks(config.data):
         metrics.build(config.metrics(task))
+    if config.data.streaming:
+        check_stream(config)
     tokenizer = load_tokenizer(config)
     family, architecture = models.architecture(read_model_config(config, tokenizer))
     device = devices.resolve(config.run.device, ranks.local if ranks.size > 1 else None)
     devices.use_threads(config.run.threads, ranks.local_size)
     devices.keep_memory(device)
     dtype = devices.compute_dtype(config.train.precision, device)
+    parts = config.data, tokenizer, config.run.seed, family.kind, architecture.start_id
+    source = Source(*parts) if config.data.streaming else None
     with Preparing() as tell:
-        splits = read_splits(config.data, tokenizer, config.run.seed, family.kind, architecture.start_id, tell)
+        splits = source.splits() if source else read_splits(*parts, tell)
     for note in splits.notes:
         report(f"note: {note}")
     model, raw = load_model(config, device, dtype, tokenizer)
@@ -238,7 +253,7 @@ def build(config: Config, report: Callable[[str], None] = print, ranks: Ranks = 
     # Recomputing, like a wrapped model, draws from torch's own generator, which threads would have to share.
     alone = config.train.gradient_checkpointing or not model.packs
     workers = 1 if alone else devices.workers(device)
-    loader = _loader(config, model, device, splits.train, workers, ranks)
+    loader = _loader(config, model, device, splits.train, workers, ranks, source=source, report=report)
     validation = {
         task: _loader(config, model, device, own.validation, 1, ranks, shuffle=False)
         for task, own in splits.tasks.items()
@@ -252,10 +267,10 @@ def build(config: Config, report: Callable[[str], None] = print, ranks: Ranks = 
         lr = default_lr(config.optim.name, model.family, not config.model.path, config.tune.method)
     optimizer = Optimizer(dict(model.named_parameters()), config.optim, lr, schedule(config.optim, total))
     model.train()
-    parts = (config, config.run_dir, device, tokenizer, model, raw, splits, loader, validation, optimizer)
+    built = (config, config.run_dir, device, tokenizer, model, raw, splits, loader, validation, optimizer)
     base = models.digest(models.find(config.model.path)) if model.adapter else ""
     over = worker_map(workers) if workers > 1 else map
-    return Run(*parts, over=over, total_steps=total, report=report, ranks=ranks, base=base)
+    return Run(*built, over=over, total_steps=total, report=report, ranks=ranks, base=base)
 
 
 def _tune(config: Config, model: Model, tokenizer: Tokenizer) -> None:
@@ -279,15 +294,21 @@ def _loader(
     workers: int,
     ranks: Ranks,
     shuffle: bool = True,
+    source: Source | None = None,
+    report: Callable[[str], None] = print,
 ) -> Loader:
     static, given = devices.static_shapes(device), config.train.micro_rows
+    make: Callable[..., Loader] = Loader
+    if source:
+        examples = Sample(examples, source.longest(examples))
+        make = functools.partial(Stream, source=source, readers=config.data.readers, report=report)
     if model.prompt:
         prompted = functools.partial(Prompted, ids=model.prompt, kind=model.kind)
         examples = examples.map(prompted) if isinstance(examples, Mixture) else prompted(examples)
     _check_positions(model, examples)
     cost = model.config.row_cost
     shape = pick_shape(examples, config.data, config.train.batch, cost, config.run.seed, static, model.packs)
-    return Loader(
+    return make(
         examples,
         config.train.batch,
         shape,
@@ -388,7 +409,8 @@ def summary(run: Run) -> str:
     count = sum(p.numel() for p in parameters.values())
     trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
     weights = sum(p.nbytes for p in parameters.values())
-    per_step = min(config.train.batch, len(run.splits.train))
+    stream = run.loader.source if isinstance(run.loader, Stream) else None
+    per_step = config.train.batch if stream else min(config.train.batch, len(run.splits.train))
     lengths = sum(run.loader.mean_sizes)
     dtype = str(run.model.head.dtype).removeprefix("torch.")
     memory = weights + state_bytes(parameters, config.optim) + activation_bytes(run)
@@ -396,7 +418,11 @@ def summary(run: Run) -> str:
     rate = f"{config.optim.schedule}, peak rate {run.optimizer.lr:g}"
     if config.optim.relative_step:
         rate = "rate by the step number"
-    epochs, micro_rows = run.total_steps / run.loader.steps_per_epoch, run.loader.micro_rows
+    epochs = run.total_steps / run.loader.steps_per_epoch if run.loader.steps_per_epoch else 0.0
+    data, length = f"{len(run.splits.train):,} examples", f" ({epochs:.2f} epochs)"
+    if stream:
+        data, length = f"streamed from {len(stream.files):,} files", ""
+    micro_rows = run.loader.micro_rows
     fills = f"filled {shape.source_fill:.2f} / {shape.target_fill:.2f}"
     packed, at_once = f"{shape.source_row} + {shape.target_row} slots, {fills}", f"{micro_rows} rows at once"
     if not run.loader.static:
@@ -408,11 +434,11 @@ def summary(run: Run) -> str:
         ("model", f"{config.model.path or config.model.config} ({run.raw['model_type']}, {dtype})"),
         ("parameters", f"{human_count(count)}, {human_count(trained)} trained, {human_bytes(weights)}"),
         *([("tuned", _tuned(run.model))] if run.model.adapter else []),
-        ("data", f"{len(run.splits.train):,} examples, {len(run.splits.validation or ()):,} held out"),
+        ("data", f"{data}, {len(run.splits.validation or ()):,} held out"),
         *_task_rows(run, epochs),
         ("rows", packed),
         ("batch", f"{per_step:,} examples, about {per_step * lengths:,.0f} tokens, {at_once}"),
-        ("steps", f"{run.total_steps:,} ({epochs:.2f} epochs), at step {run.step:,}"),
+        ("steps", f"{run.total_steps:,}{length}, at step {run.step:,}"),
         ("optimizer", f"{config.optim.name}, {rate}"),
         ("device", devices.describe(run.device) + (f", {run.ranks.size} ranks" if run.ranks.size > 1 else "")),
         ("memory", f"about {human_bytes(memory)}" + (f" of {human_bytes(have)}" if have else "")),
@@ -590,7 +616,9 @@ def _max_source_length(run: Run, task: str) -> int:
 def _save(run: Run) -> None:
     root = run.folder / "checkpoints"
     kept = {"figures": run.figures, "best": run.best, "stale": run.stale, "owes": run.owes}
-    state = {**_fingerprints(run), "window": dataclasses.asdict(run.window), **kept}
+    state: dict[str, Any] = {**_fingerprints(run), "window": dataclasses.asdict(run.window), **kept}
+    if isinstance(run.loader, Stream):
+        state["cursors"] = run.ranks.gather(run.loader.cursors(run.step))
     with run.ranks.together():
         if run.ranks.first:
             store.save(root, run.step, _weights(run), run.optimizer.state(), state)
@@ -626,6 +654,8 @@ def _resume(run: Run, found: Path) -> None:
                 f"{found}: belongs to other {name} (fingerprint {saved.state[name]}, now {now}): "
                 "give the same files and settings, or another run.dir"
             )
+    if isinstance(run.loader, Stream):
+        run.loader.restore(saved.state["cursors"])
     _put_weights(run, saved.model)
     trained = {n for n, p in run.model.named_parameters() if p.requires_grad}
     run.optimizer.load({n: t for n, t in saved.model.items() if n in trained}, saved.optim, saved.step)
@@ -672,7 +702,7 @@ def _write_crash(run: Run, error: Diverged) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for i in error.examples:
-        told = run.loader.examples.tell(i)
+        told = run.loader.tell(i)
         texts = {key: x if isinstance(x, str) else run.tokenizer.decode(x) for key, x in told.items()}
         rows.append({"example": i, **texts})
     files.atomic_write(folder / "examples.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))

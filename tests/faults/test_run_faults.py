@@ -184,6 +184,24 @@ def test_readers_leave_signals_to_the_run_and_die_with_it(train: Ask, tmp_path: 
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.parametrize(("readers", "stops"), [("0", {4: "SIGKILL", 5: "SIGTERM"}), ("2", {6: "SIGKILL"})])
+def test_a_streamed_run_killed_and_stopped_is_the_uninterrupted_run(
+    train: Ask, tmp_path: Path, readers: str, stops: dict[int, str]
+) -> None:
+    settings = {"data.streaming": "true", "data.readers": readers, "data.shuffle": "6", "train.batch": "5"}
+    assert train("whole", settings)["code"] == 0
+    for step, what in stops.items():
+        ended = train("parts", settings, step=step, what=what)
+        assert ended["code"] == (75 if what == "SIGTERM" else -signal.SIGKILL), ended["output"]
+    assert train("parts", settings)["code"] == 0
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    states = [
+        json.loads((tmp_path / name / "checkpoints/step-000008/state.json").read_text()) for name in ("whole", "parts")
+    ]
+    assert states[0]["cursors"] == states[1]["cursors"]
+    assert [len(rank) for rank in states[0]["cursors"]] == [max(1, int(readers))]
+
+
 def test_a_second_process_in_the_folder_is_refused(train: Ask, server: Ask, tmp_path: Path) -> None:
     first = train("run", step=3, what="SIGSTOP")
     assert list(first) == ["stopped"]

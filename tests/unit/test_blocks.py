@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from t2t.data.blocks import BEGINNING, Block, BlockReader, Place, blocks
+from t2t.data.blocks import BEGINNING, Block, BlockReader, Place, Share, blocks
 from t2t.data.sources import MAX_LINE_BYTES, Reader
 from t2t.errors import InputError
 
@@ -66,6 +66,39 @@ def test_reading_goes_on_from_any_block(kind: str, compression: str, tmp_path: P
     found = list(blocks(file, records=3))
     for i, place in enumerate([BEGINNING, *(block.end for block in found)]):
         assert records(list(blocks(file, records=3, start=place))) == records(found[i:])
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("kind", [*LINES, "parquet"])
+def test_readers_share_every_block(kind: str, documents: bool, tmp_path: Path) -> None:
+    file = made(tmp_path, kind)
+    whole = [(record.where, record.fields) for record in Reader([file])]
+    shares = [list(blocks(file, records=2, documents=documents, share=Share(n, 3))) for n in range(3)]
+    assert documents or all(records(share) for share in shares)
+    assert sorted(item for share in shares for item in map(str, records(share))) == sorted(map(str, whole))
+    assert len({tuple(block.end for block in share) for share in shares}) == 1
+    for place in (block.end for block in shares[1]):
+        left = [block for block in shares[1] if block.end > place]
+        assert records(list(blocks(file, records=2, start=place, documents=documents, share=Share(1, 3)))) == records(
+            left
+        )
+
+
+def test_a_header_below_bad_lines_is_still_one(tmp_path: Path) -> None:
+    file = tmp_path / "a.tsv"
+    file.write_bytes(b"\xff\n\nsource\ttarget\na\tb\nc\td\n")
+    found = [record.fields for block in blocks(str(file), records=1) for record in BlockReader(block, "skip")]
+    assert found == [{"source": "a", "target": "b"}, {"source": "c", "target": "d"}]
+
+
+def test_parts_of_a_block_keep_their_lines(tmp_path: Path) -> None:
+    (block,) = blocks(made(tmp_path, "txt"), documents=True)
+    units = block.units(documents=True)
+    assert [record.where.rpartition(":")[2] for record in BlockReader(block.part([units[1], units[0]]))] == [
+        "3",
+        "4",
+        "1",
+    ]
 
 
 def test_documents_are_not_parted(tmp_path: Path) -> None:

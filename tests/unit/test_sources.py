@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from t2t.data import sources
+from t2t.data import remote, sources
 from t2t.data.sources import MAX_LINE_BYTES, Reader, Record, resolve
 from t2t.errors import InputError
 
@@ -393,13 +393,14 @@ def test_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: 
 
 
 def test_early_stop_closes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Any] = []
+    opened: list[io.FileIO] = []
 
-    def spy(file: str, mode: str) -> Any:
-        opened.append(io.BufferedReader(io.FileIO(file, mode)))
-        return opened[-1]
+    class Spy(io.FileIO):
+        def __init__(self, file: str) -> None:
+            super().__init__(file)
+            opened.append(self)
 
-    monkeypatch.setattr(sources, "open", spy, raising=False)
+    monkeypatch.setattr(remote.io, "FileIO", Spy)
     records = iter(Reader([write(tmp_path / "a.txt.gz", gzip.compress(b"a\nb\n"))]))
     assert next(records).fields == {"text": "a"} and not opened[0].closed
     records.close()  # type: ignore[attr-defined]
