@@ -34,6 +34,9 @@ EPILOG = """examples:
   t2t evaluate runs/t2t/model test.jsonl                figures on held-out text
   echo "a text" | t2t generate runs/t2t/model           JSON lines out
 """
+DOCTOR = """Check the environment, and training and validation data in one pass over them.
+Exit code 0: nothing wrong; 1: something to look at (bad lines, validation sources that are in the training data, over
+1% repeated examples, unknown tokens, over 5% of a side cut); 2: a file cannot be used."""
 PREPARATION = ("prefix", "max_source_length", "source_transforms")  # of sources; travels inside a model folder
 # The config keys that mean something to a finished model, and those that its targets add.
 OF_INPUTS = (
@@ -268,7 +271,10 @@ def _recipes(parsed: argparse.Namespace) -> int:
 def _doctor(parsed: argparse.Namespace) -> int:
     from t2t import doctor
 
-    return doctor.run(parsed.data, config.load(None, _overrides(parsed)), parsed.json)
+    if parsed.tokens_per_s < 0:
+        raise InputError(f"--tokens-per-s: must be above 0, got {parsed.tokens_per_s:g}")
+    chosen = config.load(parsed.recipe, _overrides(parsed))
+    return doctor.run(parsed.data, chosen, parsed.json, parsed.tokens_per_s)
 
 
 def _overrides(parsed: argparse.Namespace) -> dict[str, str | list[str]]:
@@ -344,9 +350,15 @@ def _parser(words: Sequence[str]) -> _Parser:
     recipes = verbs.add_parser("recipes", help="List the recipes, or show one.", allow_abbrev=False)
     recipes.add_argument("name", nargs="?", help="recipe to show")
     recipes.set_defaults(run=_recipes, flags=recipes.flags)
-    doctor = verb("doctor", _doctor, "Check the environment and data files.", ["run", "model", "data"])
-    doctor.add_argument("data", nargs="*", help="data files or globs")
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    keys = ["run", "model", "data", "train.batch"]
+    doctor = verb("doctor", _doctor, "Check the environment and data files.", keys)
+    doctor.description = DOCTOR
+    doctor.add_argument("data", nargs="*", help="training files or globs (default: those of data.train)")
+    doctor.add_argument("--recipe", help="a TOML file, or the name of a recipe, to take settings from")
+    doctor.add_argument("--tokens-per-s", type=float, default=0.0, metavar="N", help="training speed, to tell time by")
+    doctor.add_argument(
+        "--json", action="store_true", help="print one JSON object; its keys are in t2t/doctor/__init__.py"
+    )
     return parser
 
 

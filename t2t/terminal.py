@@ -103,6 +103,16 @@ def human_seconds(seconds: float) -> str:
     return f"{days}d " * bool(days) + f"{hour}:{minute:02}:{second:02}"
 
 
+def bar(share: float, width: int) -> str:
+    """A bar that takes this share of the width, drawn in eighths of a column; anything above nothing is seen.
+
+    >>> bar(0.5, 4), bar(0.3, 4), bar(1e-6, 4), bar(0.0, 4)
+    ('██', '█▎', '▏', '')
+    """
+    full, eighths = divmod(math.ceil(share * width * 8), 8)
+    return "█" * full + " ▏▎▍▌▋▊▉"[eighths].strip()
+
+
 def mark_changes(source: str, prediction: str, reference: str, colour: bool) -> str:
     """The prediction with its words marked: rightly changed from the source, or wrong, changed or not.
 
