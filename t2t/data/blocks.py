@@ -32,7 +32,7 @@ from t2t.errors import InputError
 
 MOST_BYTES = 4 * 2**20
 """A block ends once it has so many bytes, however few lines that is."""
-LARGEST = 16 * MOST_BYTES
+LARGEST = 4 * MOST_BYTES
 """A document of a .txt file is parted once its block has so many bytes."""
 
 _BY_LINES = ("jsonl", "tsv", "txt")

@@ -446,15 +446,19 @@ def become_reader(maker: Any) -> None:
     global _reader
     _reader = maker
     os.setsid()  # a Ctrl-C is for the process that trains: it still needs the step that is being made
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
 
 
-def _end_with_parent() -> None:
-    """A process that was killed could not stop its readers, who would wait for work for ever."""
+def end_with_parent() -> None:
+    """Let this process end when its parent does: one that was killed could not stop it, and it would wait for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def read_step(step: int) -> Any:

@@ -28,6 +28,7 @@ from t2t.data.loader import (
     Splits,
     Texts,
     cut_notes,
+    end_with_parent,
     grouped,
     held_out,
     objective,
@@ -37,6 +38,7 @@ from t2t.data.loader import (
 )
 from t2t.data.objectives import Objective
 from t2t.data.ragged import Ragged, id_type
+from t2t.data.remote import is_remote
 from t2t.data.sources import Reader, compression_of, resolve
 from t2t.data.store import Kept, Part, Places, Store, Table
 from t2t.data.tasks import Example, Task, transform
@@ -127,10 +129,8 @@ class Maker:
             columns = {"tokens": found_texts.documents.tokens}
             if found_texts.sentences is not None:
                 columns["sentences"] = found_texts.sentences
-            where, words = (
-                found_texts.documents.where,
-                np.array([len(text.split()) for _, text in texts], dtype=np.int64),
-            )
+            where = found_texts.documents.where
+            words = np.array([len(text.split()) for _, text in texts], dtype=np.int64)
         lines = np.array([int(place.rpartition(":")[2]) for place in where], dtype=np.int64)
         counts["bad"] = reader.bad_count
         words = words if len(words) else np.zeros(len(lines), dtype=np.int64)
@@ -179,6 +179,8 @@ class Maker:
 def _identity(file: str) -> list[Any]:
     if hub.is_dataset(file):
         return [file, hub.fingerprint(file)]
+    if is_remote(file):
+        raise InputError(f"data.train: {file} is an address: data.streaming = true reads it as it comes")
     told = os.stat(file)
     return [os.path.abspath(file), told.st_size, told.st_mtime_ns]
 
@@ -209,13 +211,15 @@ def worth_storing(files: Sequence[str]) -> bool:
 
 
 def _size(file: str) -> int:
-    """Bytes, guessed for a dataset by the number of its rows."""
+    """Bytes, guessed for a dataset by the number of its rows; of an address they are not known."""
+    if is_remote(file):
+        return 0
     return 512 * hub.count(file) if hub.is_dataset(file) else os.path.getsize(file)
 
 
 def is_stored(maker: Maker, files: Sequence[str]) -> bool:
-    """Whether the store of these files is there."""
-    return (place(maker, files).folder / "manifest.json").is_file()
+    """Whether the store of these files is there; of addresses there is none, since nobody knows whether they changed."""
+    return not any(map(is_remote, files)) and (place(maker, files).folder / "manifest.json").is_file()
 
 
 def prepare(maker: Maker, files: Sequence[str], processes: int, tell: Tell = lambda *_: None) -> Store:
@@ -327,6 +331,7 @@ _maker: Maker | None = None  # of a process that makes parts
 def _become_maker(maker: Maker) -> None:
     global _maker
     _maker = maker
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
 
 

@@ -125,7 +125,8 @@ class Table(ABC):
 
     def words(self, taken: Ragged) -> int:
         """The words of a column's records, or of some of them."""
-        return sum(int(self.place_rows(s, a, b)["words"].sum()) for s, a, b in taken.runs.tolist())
+        runs = ((s, start, min(start + 2**16, b)) for s, a, b in taken.runs.tolist() for start in range(a, b, 2**16))
+        return sum(int(self.place_rows(*run)["words"].sum()) for run in runs)
 
 
 class Store(Table):
