@@ -218,7 +218,7 @@ def _size(file: str) -> int:
 
 
 def is_stored(maker: Maker, files: Sequence[str]) -> bool:
-    """Whether the store of these files is there; of addresses there is none, since nobody knows whether they changed."""
+    """Whether the store of these files is there; of addresses there is none, since nobody knows if they changed."""
     return not any(map(is_remote, files)) and (place(maker, files).folder / "manifest.json").is_file()
 
 
