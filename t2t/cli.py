@@ -109,11 +109,13 @@ def _prepare(parsed: argparse.Namespace) -> int:
     from t2t.terminal import human_bytes, table
     from t2t.train.prepare import prepare
 
-    made = prepare(chosen, parsed.processes)
-    size = sum(file.stat().st_size for file in made.folder.iterdir())
-    tokens = {name: made.column(name).total for name in made.manifest["columns"]}
-    told = [("records", f"{len(made):,}"), *((name, f"{count:,} tokens") for name, count in tokens.items())]
-    print(table([*told, ("disk", human_bytes(size)), ("store", str(made.folder))]))
+    told = []
+    for task, made in prepare(chosen, parsed.processes).items():
+        size = sum(file.stat().st_size for file in made.folder.iterdir())
+        tokens = [(name, f"{made.column(name).total:,} tokens") for name in made.manifest["columns"]]
+        told += [("task", task)] if task else []
+        told += [("records", f"{len(made):,}"), *tokens, ("disk", human_bytes(size)), ("store", str(made.folder))]
+    print(table(told))
     return EXIT_DONE
 
 

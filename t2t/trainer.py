@@ -43,10 +43,14 @@ OPTIMIZERS = dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_
 METRICS = {"sacrebleu": "bleu"}  # names that are others here
 
 PACKED = "rows are packed, so that there is next to no padding"
-ONE_DEVICE = "a run has one device today"
+WHOLE = "every device has the whole model"
+FIRST_TELLS = "rank 0 alone writes and tells"
+DATA_PARALLEL = "the processes share a step's examples, and no more is split yet"
+NOT_DDP = "gradients are summed without DistributedDataParallel: what a rank has none of counts as zero"
 OWN_FORMAT = "a checkpoint is the whole state of a run"
 NO_HUB = "nothing is uploaded: the folder model/ of the run can be, by huggingface_hub"
 NO_COMPILE = "the model runs as it is written: torch.compile is not applied yet"
+STORED = "tokens of large files are stored, and stores are never stale"
 SHUFFLED = "the order of the data is a permutation keyed by seed, whatever reads it"
 
 
@@ -87,8 +91,8 @@ class TrainerArguments:
     validation_file: str | Sequence[str] | None = key("data.validation")
     validation_split: float | None = key("data.validation_split")
     test_file: str | None = rule("the file that `Trainer.evaluate()` scores")
-    dataset_name: str | None = refused("datasets come as files: save it as jsonl or parquet and give train_file")
-    dataset_config_name: str | None = refused("goes with dataset_name: datasets come as files")
+    dataset_name: str | None = refused("give train_file='dataset:NAME:CONFIG@SPLIT'")
+    dataset_config_name: str | None = refused("give train_file='dataset:NAME:CONFIG@SPLIT'")
     source_id: str | None = key("data.source")
     target_id: str | None = key("data.target")
     prefix: str = key("data.prefix", "")
@@ -98,16 +102,20 @@ class TrainerArguments:
     pad_to_max_length: bool = refused(PACKED, False)
     pad_to_multiple_of: int | None = refused(PACKED, 8, None)
     ignore_pad_token_for_loss: bool = refused("padding is never learned", True)
-    preprocessing_num_workers: int | None = refused("text is tokenized by the tokenizer's own threads", 1, None)
-    overwrite_cache: bool = refused("nothing is cached", False)
-    dataset_cache: bool = refused("nothing is cached", True, False)
+    preprocessing_num_workers: int | None = refused("a store is made by one process a core", 1, None)
+    overwrite_cache: bool = refused(STORED, False, True)
+    dataset_cache: bool = refused(STORED, True, False)
     # How long and how much at once
     output_dir: str = key("run.dir", "./saved_model/")
     run_name: str | None = key("run.name")
     seed: int = key("run.seed", 42)
     data_seed: int | None = refused("seed is the seed of everything")
-    per_device_train_batch_size: int = rule("`train.batch`, times gradient_accumulation_steps", 8)
-    gradient_accumulation_steps: int = rule("`train.batch`, times per_device_train_batch_size", 1)
+    per_device_train_batch_size: int = rule(
+        "`train.batch`, times gradient_accumulation_steps and the number of processes", 8
+    )
+    gradient_accumulation_steps: int = rule(
+        "`train.batch`, times per_device_train_batch_size and the number of processes", 1
+    )
     per_device_eval_batch_size: int | None = key("generate.batch")
     num_train_epochs: float = key("train.epochs", 3.0)
     max_steps: int = rule("`train.steps`; -1: num_train_epochs decides", -1)
@@ -157,11 +165,9 @@ class TrainerArguments:
     torch_ort: bool = key("train.torch_ort", False)
     overrides: Mapping[str, str | list[str]] | None = rule('any key of the Config: `{"data.on_bad_line": "skip"}`')
     # What is not done
-    model_parallel_gpus: int = refused(f"{ONE_DEVICE}: gradient_checkpointing and optim='adafactor' save memory", 1)
-    embedding_on_cpu: bool = refused(
-        f"{ONE_DEVICE}: Trainer.freeze(embeddings=True) saves what training it takes", False
-    )
-    deepspeed: object = refused(f"{ONE_DEVICE}, and DeepSpeed is not used")
+    model_parallel_gpus: int = refused(f"{WHOLE}: gradient_checkpointing and optim='adafactor' save memory", 1)
+    embedding_on_cpu: bool = refused(f"{WHOLE}: Trainer.freeze(embeddings=True) saves what training it takes", False)
+    deepspeed: object = refused(f"{DATA_PARALLEL}: DeepSpeed is not used")
     overwrite_output_dir: bool = refused("nothing is overwritten: give another output_dir", False)
     do_train: bool = refused("call Trainer.train()", False)
     do_eval: bool = refused("call Trainer.train(valid=True)", False)
@@ -186,11 +192,11 @@ class TrainerArguments:
     )
     logging_first_step: bool = refused("use logging_steps=1", False)
     logging_dir: str | None = refused("log.jsonl and the trackers' files are in output_dir")
-    log_on_each_node: bool = refused(ONE_DEVICE, True)
+    log_on_each_node: bool = refused(FIRST_TELLS, True, False)
     logging_nan_inf_filter: bool = refused("a loss that is not finite stops the run before the update", True, False)
     include_num_input_tokens_seen: object = refused("log.jsonl always counts tokens", "no", False)
     log_level: str = refused("a run reports by print", "passive")
-    log_level_replica: str = refused(ONE_DEVICE, "warning")
+    log_level_replica: str = refused(FIRST_TELLS, "warning")
     disable_tqdm: bool | None = refused("a bar is drawn on a terminal alone", None, False)
     trackio_space_id: str | None = refused("trackio is used as it is set up here")
     trackio_bucket_id: str | None = refused("trackio is used as it is set up here")
@@ -199,12 +205,12 @@ class TrainerArguments:
     prediction_loss_only: bool = refused("use predict_with_generate=False", False)
     eval_on_start: bool = refused("call Trainer.evaluate() before Trainer.train()", False)
     eval_do_concat_batches: bool = refused("figures are summed up text by text", True)
-    eval_use_gather_object: bool = refused(ONE_DEVICE, False)
+    eval_use_gather_object: bool = refused("figures are summed over all processes", False, True)
     eval_accumulation_steps: int | None = refused("figures are summed up text by text")
     include_for_metrics: object = refused("metrics compare generated text with targets", None, [])
     batch_eval_metrics: bool = refused("figures are summed up text by text", False, True)
     save_only_model: bool = refused(OWN_FORMAT, False)
-    save_on_each_node: bool = refused(ONE_DEVICE, False)
+    save_on_each_node: bool = refused(f"{FIRST_TELLS}, in a folder that all can read", False)
     save_safetensors: bool = refused("nothing else is written", True)
     enable_jit_checkpoint: bool = refused("a signal always saves the run after its current step", False, True)
     push_to_hub: bool = refused(NO_HUB, False)
@@ -217,8 +223,8 @@ class TrainerArguments:
     ignore_data_skip: bool = refused("a run goes on with the data where it stopped, at no cost", False)
     restore_callback_states_from_checkpoint: bool = refused(OWN_FORMAT, False, True)
     full_determinism: bool = refused("on a CPU runs repeat exactly; on a GPU it is not promised", False)
-    accelerator_config: object = refused(f"{ONE_DEVICE}, and accelerate is not used")
-    parallelism_config: object = refused(ONE_DEVICE)
+    accelerator_config: object = refused("accelerate is not used")
+    parallelism_config: object = refused(DATA_PARALLEL)
     dataloader_drop_last: bool = refused("every example is trained on, also those of a last short step", False)
     dataloader_pin_memory: bool = refused("batches are moved as the device likes it", True)
     dataloader_persistent_workers: bool = refused("readers always live as long as the run", False, True)
@@ -231,15 +237,15 @@ class TrainerArguments:
     sortish_sampler: bool = refused(PACKED, False)
     train_sampling_strategy: str = refused(SHUFFLED, "random")
     length_column_name: str = refused(PACKED, "length")
-    ddp_find_unused_parameters: bool | None = refused(ONE_DEVICE)
-    ddp_bucket_cap_mb: int | None = refused(ONE_DEVICE)
-    ddp_broadcast_buffers: bool | None = refused(ONE_DEVICE)
-    ddp_static_graph: bool | None = refused(ONE_DEVICE)
-    ddp_backend: str | None = refused(ONE_DEVICE)
-    ddp_timeout: int = refused(ONE_DEVICE, 1800)
-    fsdp: object = refused(ONE_DEVICE, None, "")
-    fsdp_config: object = refused(ONE_DEVICE)
-    local_rank: int = refused(ONE_DEVICE, -1)
+    ddp_find_unused_parameters: bool | None = refused(NOT_DDP, None, True, False)
+    ddp_bucket_cap_mb: int | None = refused("gradients travel in buckets of 64 MiB", None, 64)
+    ddp_broadcast_buffers: bool | None = refused("nothing but gradients is sent", None, False)
+    ddp_static_graph: bool | None = refused(NOT_DDP, None, True, False)
+    ddp_backend: str | None = refused("the device decides: gloo between CPUs, nccl between GPUs", None, "gloo", "nccl")
+    ddp_timeout: int = refused("a process that ends is noticed at once, one that hangs after half an hour", 1800)
+    fsdp: object = refused(DATA_PARALLEL, None, "", [], False)
+    fsdp_config: object = refused(DATA_PARALLEL)
+    local_rank: int = rule("checked against the LOCAL_RANK that torchrun tells", -1)
     debug: object = refused("nothing is there to be debugged so", "")
     skip_memory_metrics: bool = refused("the run's first table says what memory it needs", True)
     generation_config: object = refused("use generation_num_beams, generation_max_length, or generate.* in overrides")
@@ -299,9 +305,11 @@ class TrainerArguments:
     def _length(self) -> dict[str, tuple[Any, str]]:
         """How much at once, how long, on what and how precisely."""
         rows, times = (self._count(n) for n in ("per_device_train_batch_size", "gradient_accumulation_steps"))
-        values: dict[str, tuple[Any, str]] = {
-            "train.batch": (rows * times, "per_device_train_batch_size x gradient_accumulation_steps")
-        }
+        ranks, local = (int(os.environ.get(name, other)) for name, other in (("WORLD_SIZE", 1), ("LOCAL_RANK", -1)))
+        if self.local_rank not in (-1, local):
+            raise InputError(f"local_rank: torchrun tells it, as LOCAL_RANK: leave it out, got {self.local_rank!r}")
+        factors = "per_device_train_batch_size x gradient_accumulation_steps" + " x processes" * (ranks > 1)
+        values: dict[str, tuple[Any, str]] = {"train.batch": (rows * times * ranks, factors)}
         if self.max_steps != -1:
             values["train.steps"] = self.max_steps, "max_steps"
         if self.bf16 is not None:

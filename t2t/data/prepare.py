@@ -180,7 +180,7 @@ def _identity(file: str) -> list[Any]:
     if hub.is_dataset(file):
         return [file, hub.fingerprint(file)]
     if is_remote(file):
-        raise InputError(f"data.train: {file} is an address: data.streaming = true reads it as it comes")
+        raise InputError(f"data.train: {file}: addresses are streamed: set data.streaming and train.steps")
     told = os.stat(file)
     return [os.path.abspath(file), told.st_size, told.st_mtime_ns]
 
@@ -211,15 +211,15 @@ def worth_storing(files: Sequence[str]) -> bool:
 
 
 def _size(file: str) -> int:
-    """Bytes, guessed for a dataset by the number of its rows; of an address they are not known."""
+    """Bytes, guessed for a dataset by the number of its rows; of an address nobody knows."""
     if is_remote(file):
         return 0
     return 512 * hub.count(file) if hub.is_dataset(file) else os.path.getsize(file)
 
 
 def is_stored(maker: Maker, files: Sequence[str]) -> bool:
-    """Whether the store of these files is there; of addresses there is none, since nobody knows if they changed."""
-    return not any(map(is_remote, files)) and (place(maker, files).folder / "manifest.json").is_file()
+    """Whether the store of these files is there."""
+    return (place(maker, files).folder / "manifest.json").is_file()
 
 
 def prepare(maker: Maker, files: Sequence[str], processes: int, tell: Tell = lambda *_: None) -> Store:

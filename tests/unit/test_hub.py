@@ -22,6 +22,7 @@ import pyarrow
 import pytest
 import tiny
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Translation, Value
+from pages import commands
 
 from t2t import cli
 from t2t.data import hub, sources
@@ -32,7 +33,6 @@ from t2t.data.tokens import Bytes
 from t2t.errors import InputError
 from t2t.models import load as models
 
-DOCS = Path(__file__).parents[2] / "docs" / "data-hub-section.md"
 COUNT = 600  # more than two batches
 
 Fields = dict[str, Any]
@@ -531,9 +531,8 @@ class TestCommands:
         self, workplace: Path, server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """All of them, in the order of the page: a server of our own stands for the web, the cache for the hub."""
-        blocks = re.findall(r"```bash\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
         printed = {}
-        for line in [line for block in blocks for line in block.splitlines()]:
+        for line in commands("data.md", "Datasets of the hub"):
             monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", "://" not in line)
             words = [word.replace("https://example.org", server) for word in shlex.split(line)]
             toy = TOY if words[1] == "train" else TOY[-2:] if words[1] in ("evaluate", "generate") else []

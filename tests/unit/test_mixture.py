@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import re
 import shlex
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pages import blocks, commands
 from tiny import RAW, quiet, write_pairs
 
 import t2t
@@ -632,15 +632,14 @@ def test_a_model_of_one_task_has_no_others(make: Make) -> None:
 def test_the_commands_of_the_documentation_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "data-mixture-section.md").read_text(encoding="utf-8")
-    blocks = {language: re.search(rf"```{language}\n(.*?)```", text, re.DOTALL) for language in ("toml", "bash")}
-    assert all(blocks.values())
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mix.toml").write_text(blocks["toml"][1])  # type: ignore[index]
+    monkeypatch.setenv("T2T_STORE", str(tmp_path / "stores"))
+    (recipe,) = blocks("data.md", "Mixtures", "toml")
+    (tmp_path / "mix.toml").write_text(recipe)
     (tmp_path / "restore.txt").write_text("".join(f"Casa {i} și țara\n" for i in range(20)), encoding="utf-8")
     news = [json.dumps({"article": f"It rained for {i} days.", "headline": f"Rain, {i}"}) for i in range(5)]
     (tmp_path / "news.jsonl").write_text("\n".join(news) + "\n")
-    for line in blocks["bash"][1].splitlines():  # type: ignore[index]
+    for line in commands("data.md", "Mixtures"):
         typed, _, command = line.rpartition("| ")
         words = shlex.split(command)[1:]
         if words[0] == "train":

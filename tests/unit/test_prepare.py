@@ -19,6 +19,7 @@ from vocabularies import CHATML, chatting, letters
 
 from t2t.cli import main
 from t2t.config import Data
+from t2t.config import load as load_config
 from t2t.data import prepare, store
 from t2t.data.loader import Loader, Splits, pick_shape, read_splits
 from t2t.data.objectives import Objective
@@ -241,3 +242,43 @@ def test_the_command_tells_what_it_made(tmp_path: Path, capsys: pytest.CaptureFi
     assert "records" in shown and "97" in shown and str(tmp_path / "stores") in shown
     assert main([*words, "--processes", "0"]) == 0  # found at once
     assert capsys.readouterr().out == shown
+
+
+def test_every_task_of_a_mixture_is_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, _, _ = case("pairs", tmp_path)
+    (tmp_path / "more.tsv").write_text("unu\tdoi\n" * 9)
+    words = ["--data.mix.there.train", *data.train, "--data.mix.back.train", str(tmp_path / "more.tsv")]
+    words += ["--data.mix.back.source", "1", "--data.mix.back.target", "0"]
+    words += ["--model.config", "t5-small", "--model.tokenizer", "bytes"]
+    assert main(["prepare", *words, "--processes", "0"]) == 0
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert [value for name, value in rows if name in ("task", "records")] == ["back", "9", "there", "97"]
+    mixed = load_config(overrides=dict(zip([word[2:] for word in words[::2]], words[1::2], strict=True)))
+    notes = read_splits(mixed.data, Bytes(), seed=1).notes
+    folders = [value for name, value in rows if name == "store"]
+    assert [note.rpartition(" ")[2] for note in notes] == folders
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--data.train", "x.hdf5"], "data.train: HDF5 shards hold tokens already and are read where they lie"),
+        (["--data.mix.a.train", "x.hdf5"], "data.mix.a.train: HDF5 shards hold tokens already"),
+        (["--data.mix.a.prefix", "a: "], "data.mix.a.train: no training files given"),
+        (["--data.train", "pairs.tsv", "--data.streaming", "true"], "data.streaming: what is streamed is not stored"),
+        (["--data.train", "http://127.0.0.1/x.tsv", "--data.objective", "pairs"], "/x.tsv: addresses are streamed"),
+    ],
+)
+def test_what_needs_no_store_is_told(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    case("pairs", tmp_path)
+    (tmp_path / "x.hdf5").touch()
+    assert main(["prepare", *words, "--model.config", "t5-small", "--model.tokenizer", "bytes"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "stores").exists()

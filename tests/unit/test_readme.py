@@ -16,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TOY = ["--train.steps", "2", "--train.batch", "8", "--data.max_samples", "24", "--data.max_validation_samples", "4"]
-TOY += ["--run.threads", "1", "--train.log_every", "1"]
+FEW = ["--data.max_samples", "24", "--data.max_validation_samples", "4"]  # a stream has no whole to take a part of
+TOY = ["--train.steps", "2", "--train.batch", "8", "--run.threads", "1", "--train.log_every", "1"]
 
 
 def blocks(language: str) -> list[str]:
@@ -46,18 +46,19 @@ def run(line: str, folder: Path) -> str:
     words = shlex.split(right)
     assert words[0] == "t2t"
     if words[1] == "train":
-        words += TOY
+        words += TOY if "--data.streaming" in words else TOY + FEW
     if words[1] == "tokenizer":
         words[words.index("--size") + 1] = "300"
     typed = shlex.split(left)[1] + "\n" if left else None
     arguments = [sys.executable, "-m", "t2t.cli", *words[1:]]
-    done = subprocess.run(arguments, cwd=folder, input=typed, capture_output=True, text=True, env=_offline())
+    done = subprocess.run(arguments, cwd=folder, input=typed, capture_output=True, text=True, env=_outside(folder))
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
-def _offline() -> dict[str, str]:
-    return {**os.environ, "HF_HUB_OFFLINE": "1"}
+def _outside(folder: Path) -> dict[str, str]:
+    """No network, and no store outside of the test's folder."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "T2T_STORE": str(folder / "stores")}
 
 
 def test_commands(folder: Path) -> None:
@@ -67,7 +68,10 @@ def test_commands(folder: Path) -> None:
     generated = [out for line, out in printed.items() if "generate" in line]
     assert [len(out.splitlines()) for out in generated] == [30, 1]
     assert all("output" in json.loads(text) for out in generated for text in out.splitlines())
-    assert (folder / "runs" / "longer" / "model" / "model.safetensors").is_file()
+    for name in ("longer", "two", "streamed"):
+        assert (folder / "runs" / name / "model" / "model.safetensors").is_file()
+    assert list((folder / "stores").glob("*/manifest.json"))
+    assert "2 ranks" in next(out for line, out in printed.items() if "--launch 2" in line)
 
 
 def test_python_blocks(folder: Path) -> None:
@@ -77,7 +81,7 @@ def test_python_blocks(folder: Path) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        env=_offline() | {"OMP_NUM_THREADS": "1"},
+        env=_outside(folder) | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
 
@@ -90,7 +94,7 @@ def test_the_two_make_commands(tmp_path: Path) -> None:
     stamp = tmp_path / "installed"
     stamp.touch()
     shared = ["make", f"VENV={bin_folder.parent}", f"INSTALLED={stamp}"]
-    toy = [*TOY, "--run.dir", str(tmp_path / "quickstart")]
+    toy = [*TOY, *FEW, "--run.dir", str(tmp_path / "quickstart")]
     done = subprocess.run([*shared, "quickstart", f"ARGS={shlex.join(toy)}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "words right" in done.stdout

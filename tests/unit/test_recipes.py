@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 import shlex
 from pathlib import Path
 
 import pytest
+from pages import commands
 
 from t2t import cli, config
 from t2t.data import vocabulary
@@ -118,7 +118,7 @@ def test_recipe_trains_at_toy_size(
 
 
 def documented() -> list[str]:
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", DOCS, re.DOTALL) for line in block.splitlines()]
+    lines = commands("recipes.md")
     assert all("t2t " in line for line in lines)
     return lines
 

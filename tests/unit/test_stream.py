@@ -7,7 +7,6 @@ import gzip
 import json
 import lzma
 import random
-import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+from pages import commands
 
 from t2t import cli
 from t2t.config import Config, Data
@@ -520,10 +520,9 @@ def test_the_documented_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "corpus").mkdir()
     write_pairs(tmp_path / "corpus", (9, 9), ".gz")
     monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[2] / "docs" / "data-streaming-section.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"```bash\nt2t (.*?)\n```", text, re.DOTALL)
+    (command,) = commands("data.md", "Streaming")
     small = {"train.steps": "1", "train.batch": "2", "run.device": "cpu", "run.threads": "1"}
-    assert cli.main([*shlex.split(command), *(word for k, v in small.items() for word in (f"--{k}", v))]) == 0
+    assert cli.main([*shlex.split(command)[1:], *(word for k, v in small.items() for word in (f"--{k}", v))]) == 0
 
 
 def test_a_streamed_run_that_diverges_tells_the_records(make: Make, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ PROBES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "torch_ort": ({"torch_ort": True}, {"train.torch_ort": True}),
     "overrides": ({"overrides": {"data.on_bad_line": "skip"}}, {"data.on_bad_line": "skip"}),
 }  # argument → what is given, and which keys of the Config it changes
-ELSEWHERE = {"mode", "block_size", "greater_is_better", "test_file"}  # have tests of their own below
+ELSEWHERE = {"mode", "block_size", "greater_is_better", "test_file", "local_rank"}  # have tests of their own below
 
 
 def test_every_name_changes_the_config_or_is_refused() -> None:
@@ -177,6 +177,17 @@ def test_every_name_changes_the_config_or_is_refused() -> None:
             changed = {key: value for key, value in flat(config(**given)).items() if value != base[key]}
             assert {**expected, **changed} == changed, f.name
             assert set(changed) <= {*expected, "data.validation"}
+
+
+def test_a_batch_is_that_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    assert config(**given).train.batch == 6
+    with pytest.raises(InputError, match="^local_rank: torchrun tells it"):
+        config(local_rank=1)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert config(**given, local_rank=1) == config(**given)
+    assert config(**given).train.batch == 24
 
 
 def test_the_names_of_both_origins_are_known() -> None:
