@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from t2t import device as devices
 from t2t import metrics
 from t2t.config import Config
-from t2t.data.loader import read_examples
+from t2t.data.splits import read_examples
 from t2t.data.tasks import Example
 from t2t.files import atomic_write
 from t2t.generate import Loaded, load

@@ -22,26 +22,15 @@ import numpy as np
 from t2t.config import Data
 from t2t.data import chat, hub, store
 from t2t.data.blocks import Block, BlockReader, Place, blocks
-from t2t.data.chat import Chat, Conversation, Cut, Template
-from t2t.data.loader import (
-    KINDS,
-    Splits,
-    Texts,
-    cut_notes,
-    end_with_parent,
-    grouped,
-    held_out,
-    objective,
-    text_objective,
-    tokenized,
-    tokenized_texts,
-)
+from t2t.data.chat import Chat, Template
+from t2t.data.loader import end_with_parent
 from t2t.data.objectives import Objective
 from t2t.data.ragged import Ragged, id_type
 from t2t.data.remote import is_remote
-from t2t.data.sources import Reader, compression_of, resolve
+from t2t.data.sources import Reader, compression_of
 from t2t.data.store import Kept, Part, Places, Store, Table
-from t2t.data.tasks import Example, Task, transform
+from t2t.data.tables import KINDS, Texts, grouped, objective, text_objective, tokenized, tokenized_texts
+from t2t.data.tasks import Task, transform
 from t2t.data.text import Documents
 from t2t.data.tokens import Pairs, Tokenizer
 from t2t.errors import InputError
@@ -148,10 +137,6 @@ class Maker:
             "settings": settings,
             "code": {spec: _source_digest(spec) for spec in own},
         }
-
-    def texts(self, files: Sequence[str], taken: np.ndarray) -> Sequence[Example | Conversation]:
-        """The texts of some records, where records are something to be said."""
-        return HeldOut(self, files, taken) if self.paired or self.name == "chat" else ()
 
     def objective(self, made: Table, held: np.ndarray | None = None) -> tuple[Objective, Objective | None]:
         """What is learned from a table, and from the records that are ``held`` out of it."""
@@ -338,71 +323,6 @@ def _become_maker(maker: Maker) -> None:
 def _make_part(block: Block, number: int, task: Task) -> tuple[Part, str]:
     assert _maker is not None
     return _maker.part(block, number, task)
-
-
-def splits(maker: Maker, files: Sequence[str], seed: int, tell: Tell = lambda *_: None) -> Splits:
-    """What is learned from files, and what is held out: other files, or a share by a keyed permutation.
-
-    The tokens of large files are in a store, which is made where it is not there yet.
-    """
-    data = maker.data
-    stored = is_stored(maker, files) or worth_storing(files)
-    made = prepare(maker, files, processes(), tell) if stored else in_memory(maker, files)
-    notes = _notes(made, maker, "data.train")
-    if data.validation:
-        own = dataclasses.replace(data, train=data.validation, max_samples=data.max_validation_samples)
-        held, texts, more = read(dataclasses.replace(maker, data=own), "data.validation")
-        return Splits(maker.objective(made)[0], held, texts, (*notes, *more))
-    if not data.validation_split:
-        return Splits(maker.objective(made)[0], None, (), tuple(notes))
-    taken = held_out(len(made), data, seed)
-    learned, _ = maker.objective(made, taken)
-    taken = taken[: data.max_validation_samples or None]
-    _, validation = maker.objective(made, taken)
-    return Splits(learned, validation, maker.texts(files, taken), tuple(notes))
-
-
-def read(maker: Maker, key: str) -> tuple[Objective, Sequence[Example | Conversation], list[str]]:
-    """What is learned from all of the maker's files, in memory, its texts if it has any, and what was found."""
-    files = [str(file) for file in resolve(maker.data.train, key)]
-    made = in_memory(maker, files)
-    return maker.objective(made)[0], maker.texts(files, np.arange(len(made))), _notes(made, maker, key)
-
-
-class HeldOut(Sequence[Example | Conversation]):
-    """The texts of some records, by their numbers, read when they are asked for: tables have tokens alone."""
-
-    def __init__(self, maker: Maker, files: Sequence[str], taken: np.ndarray) -> None:
-        self.maker, self.files, self.taken = maker, files, taken
-
-    def __len__(self) -> int:
-        return len(self.taken)
-
-    def __getitem__(self, i: Any) -> Any:
-        return self._texts[i]
-
-    @cached_property
-    def _texts(self) -> list[Example | Conversation]:
-        maker, data, wanted = self.maker, self.maker.data, set(self.taken.tolist())
-        reader = Reader(self.files, data.format, data.on_bad_line, data.max_bad_lines, maker.given)
-        last = int(self.taken[-1]) + 1
-        texts: Iterator[Example | Conversation] = Task.from_config(data).examples(reader)
-        if maker.name == "chat":
-            texts = iter(chat.read(reader, maker.template, chat.lengths(data)[0], last)[0])
-        return [text for i, text in enumerate(islice(texts, last)) if i in wanted]
-
-
-def _notes(made: Table, maker: Maker, key: str) -> list[str]:
-    counts, bad = made.counts, made.counts["bad"]
-    notes = [f"{len(made):,} records are in the store {made.folder}"] if isinstance(made, Store) else []
-    if bad:
-        notes.append(f"{bad} bad lines skipped, the first: {made.first_bad}")
-    if maker.paired:
-        notes += cut_notes(counts["cut_sources"], counts["cut_targets"], len(made), maker.data)
-    elif maker.name == "chat":
-        told = Cut(counts["cut"], counts["answers"], counts["left_out"])
-        notes += told.told(len(made), chat.lengths(maker.data)[0])
-    return [f"{key}: {line}" for line in notes]
 
 
 def processes() -> int:

@@ -206,6 +206,8 @@ class Places(Sequence[str]):
         return len(self.taken)
 
     def __getitem__(self, i: Any) -> Any:
+        if not 0 <= i < len(self.taken):
+            raise IndexError(i)
         shard, local = self.taken.place(i)
         (place,) = self.table.place_rows(shard, local, local + 1)
         return f"{self.table.files[int(place['file'])]}:{int(place['line'])}"

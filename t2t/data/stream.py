@@ -33,25 +33,13 @@ from t2t.config import Config, Data
 from t2t.data import chat, hub, order
 from t2t.data.blocks import WHOLE, Block, BlockReader, Place, Share, blocks
 from t2t.data.chat import Chat, Conversation, Template
-from t2t.data.loader import (
-    SAMPLED_EXAMPLES,
-    Loader,
-    Splits,
-    become_reader,
-    check_chat,
-    chosen_objective,
-    grouped,
-    in_advance,
-    objective,
-    read_step,
-    text_objective,
-    tokenized,
-    tokenized_texts,
-)
+from t2t.data.loader import SAMPLED_EXAMPLES, Loader, become_reader, in_advance, read_step
 from t2t.data.objectives import Objective, Prompted
 from t2t.data.packing import Batch, Feature
 from t2t.data.remote import is_remote
 from t2t.data.sources import Reader, format_of, parsed, resolve
+from t2t.data.splits import chosen_objective
+from t2t.data.tables import Splits, check_chat, grouped, objective, text_objective, tokenized, tokenized_texts
 from t2t.data.tasks import Columns, Example, Task
 from t2t.data.text import SpanCorruption, span_lengths
 from t2t.data.tokens import Tokenizer

@@ -14,9 +14,9 @@ from t2t.config import Config
 from t2t.data import chat, sources
 from t2t.data.chat import Template
 from t2t.data.check import LengthCounts, Letters, Sample, Seen, expected, rows_for, store_bytes
-from t2t.data.loader import KINDS, PLAIN, begins_document
 from t2t.data.packing import Cost, slots
 from t2t.data.sources import Reader, Record
+from t2t.data.tables import KINDS, PLAIN, begins_document
 from t2t.data.tasks import BadField, Columns, Example, Task, is_chat, join
 from t2t.data.tokens import Tokenizer
 from t2t.doctor.report import FileReport, Lengths, Plan, Report, Split, Unknown

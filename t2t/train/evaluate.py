@@ -16,15 +16,11 @@ import torch
 from t2t import device as devices
 from t2t import generate, metrics
 from t2t.config import Config, Data, Generate, load
-from t2t.data import prepare
 from t2t.data.chat import Conversation, Prompt, Template
-from t2t.data.loader import (
-    Loader,
-    chosen_objective,
-    pick_shape,
-    read_splits,
-)
+from t2t.data.loader import Loader, pick_shape
 from t2t.data.objectives import Objective, Prompted
+from t2t.data.prepare import Maker
+from t2t.data.splits import chosen_objective, read, read_splits
 from t2t.data.tasks import Example
 from t2t.data.tokens import Tokenizer
 from t2t.errors import InputError
@@ -228,5 +224,5 @@ def _read(
     if name in ("masked_lm", "masked_lm_nsp"):  # of which there may be shards
         splits = read_splits(data, loaded.tokenizer, seed, kind, start_id)
         return (), splits.train, splits.notes
-    learned, examples, notes = prepare.read(prepare.Maker(data, loaded.tokenizer, name, kind, start_id), "data")
+    learned, examples, notes = read(Maker(data, loaded.tokenizer, name, kind, start_id), "data")
     return examples, learned, notes

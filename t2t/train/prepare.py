@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from t2t.config import Config, Data, tasks
 from t2t.data import prepare as making
-from t2t.data.loader import chosen_objective
 from t2t.data.sources import format_of, resolve
+from t2t.data.splits import chosen_objective
 from t2t.data.store import Store
 from t2t.errors import InputError
 from t2t.models import load as models

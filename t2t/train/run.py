@@ -31,12 +31,14 @@ from t2t.checkpoint import store
 from t2t.config import Config, Data, figure_name, flat, load, tasks, to_toml
 from t2t.data import chat, order, tokens
 from t2t.data.chat import Chat
-from t2t.data.loader import Loader, Splits, pick_shape, read_splits
+from t2t.data.loader import Loader, pick_shape
 from t2t.data.mixture import Mixture
 from t2t.data.objectives import CausalPairs, Objective, Prompted
 from t2t.data.packing import Batch, RowShape
+from t2t.data.splits import read_splits
 from t2t.data.stream import Sample, Source, Stream
 from t2t.data.stream import check as check_stream
+from t2t.data.tables import Splits
 from t2t.data.tokens import Tokenizer
 from t2t.errors import InputError, did_you_mean
 from t2t.generate import Settings, save_settings

@@ -18,9 +18,10 @@ from t2t import cli, config, generate
 from t2t.config import Config, Data, Generate
 from t2t.data import chat, tokens
 from t2t.data.chat import Chat, Template
-from t2t.data.loader import Splits, read_splits
 from t2t.data.packing import IGNORE
 from t2t.data.sources import Reader
+from t2t.data.splits import read_splits
+from t2t.data.tables import Splits
 from t2t.data.tokens import Bytes
 from t2t.errors import InputError
 from t2t.generate import Loaded, Settings, read_settings

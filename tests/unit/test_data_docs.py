@@ -13,8 +13,8 @@ from pages import blocks, commands
 
 from t2t import cli
 from t2t.config import Data
-from t2t.data.loader import read_examples
 from t2t.data.sources import Reader
+from t2t.data.splits import read_examples
 from t2t.data.tasks import checked_messages, is_chat
 
 HERE = ["Formats", "Columns", "Transforms", "Prepared stores"]

@@ -455,8 +455,9 @@ def test_unknown_words_of_known_letters_are_told(tmp_path):
 
 
 def test_the_plan_is_what_a_run_does(tmp_path):
-    from t2t.data.loader import Loader, pick_shape, read_splits
+    from t2t.data.loader import Loader, pick_shape
     from t2t.data.packing import slots
+    from t2t.data.splits import read_splits
 
     file = write(tmp_path / "pairs.jsonl", *(pair("a" * (3 + n % 37), "b" * (2 + n % 11)) for n in range(300)))
     given = {"model.tokenizer": "bytes", "data.train": file, "data.max_source_length": "30", "train.batch": "16"}
@@ -482,7 +483,7 @@ def test_the_plan_is_what_a_run_does(tmp_path):
     [("lm", "causal"), ("blocks", "causal"), ("span_corruption", "seq2seq"), ("prefix_lm", "seq2seq")],
 )
 def test_the_plan_of_plain_text(tmp_path, name, kind):
-    from t2t.data.loader import read_splits
+    from t2t.data.splits import read_splits
 
     text = [
         "".join(chr(97 + (n * 7 + i) % 26) for i in range(20 + n)) + ("\n" if n % 3 == 0 else "") for n in range(40)

@@ -26,8 +26,8 @@ from pages import commands
 
 from t2t import cli
 from t2t.data import hub, sources
-from t2t.data.loader import begins_document
 from t2t.data.sources import Reader
+from t2t.data.tables import begins_document
 from t2t.data.tasks import Task, is_chat
 from t2t.data.tokens import Bytes
 from t2t.errors import InputError

@@ -11,9 +11,10 @@ import pytest
 
 from t2t.config import Data
 from t2t.data import objectives
-from t2t.data.loader import Loader, pick_shape, read_examples, read_splits, step_examples
+from t2t.data.loader import Loader, pick_shape, step_examples
 from t2t.data.objectives import CharacterNoise, Objective, Seq2Seq
 from t2t.data.packing import Batch
+from t2t.data.splits import read_examples, read_splits
 from t2t.data.tasks import Example
 from t2t.data.tokens import Bytes, Pairs, tokenize
 from t2t.errors import InputError

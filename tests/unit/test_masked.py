@@ -19,10 +19,11 @@ from t2t import device as devices
 from t2t.cli import main
 from t2t.config import Config, Data
 from t2t.data import tokens
-from t2t.data.loader import Loader, pick_shape, prediction_slots, read_splits
+from t2t.data.loader import Loader, pick_shape, prediction_slots
 from t2t.data.masked import Masked, MaskedLM, Masking, NextSentence, most_predictions
 from t2t.data.packing import IGNORE, Feature, RowShape
 from t2t.data.ragged import Ragged
+from t2t.data.splits import read_splits
 from t2t.data.text import Documents
 from t2t.data.tokens import Bytes, Marks
 from t2t.errors import InputError

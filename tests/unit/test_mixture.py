@@ -24,11 +24,12 @@ from t2t import cli, config
 from t2t.checkpoint import store
 from t2t.config import Config, Data, load, tasks, to_toml
 from t2t.data import order, tokens
-from t2t.data.loader import Loader, drawn, pick_shape, read_splits
+from t2t.data.loader import Loader, drawn, pick_shape
 from t2t.data.masked import MaskedLM
 from t2t.data.mixture import Mixture, quotas, weights
 from t2t.data.objectives import Objective, Prompted, Seq2Seq
 from t2t.data.packing import Batch, Feature
+from t2t.data.splits import read_splits
 from t2t.data.tasks import Example
 from t2t.data.text import SpanCorruption
 from t2t.data.tokens import Bytes, tokenize

@@ -21,9 +21,11 @@ from t2t.cli import main
 from t2t.config import Data
 from t2t.config import load as load_config
 from t2t.data import prepare, store
-from t2t.data.loader import Loader, Splits, pick_shape, read_splits
+from t2t.data.loader import Loader, pick_shape
 from t2t.data.objectives import Objective
 from t2t.data.packing import slots
+from t2t.data.splits import read_splits
+from t2t.data.tables import Splits
 from t2t.data.tokens import Bytes, Tokenizer, load
 from t2t.errors import InputError
 

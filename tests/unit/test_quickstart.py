@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from t2t import config, metrics
 from t2t.cli import main
-from t2t.data.loader import read_examples
+from t2t.data.splits import read_examples
 from t2t.generate import load
 
 ASSETS = Path(str(resources.files("t2t") / "assets"))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from t2t.config import Data
-from t2t.data.loader import read_splits
 from t2t.data.packing import IGNORE, Feature
 from t2t.data.ragged import Ragged
+from t2t.data.splits import read_splits
 from t2t.data.text import (
     BlockLM,
     DocumentLM,

@@ -12,8 +12,8 @@ import sentencepiece
 
 from t2t.config import Data
 from t2t.data import tokens
-from t2t.data.loader import tokenized
 from t2t.data.ragged import Ragged
+from t2t.data.tables import tokenized
 from t2t.data.tasks import Example
 from t2t.data.tokens import Bytes, tokenize
 from t2t.errors import InputError
