@@ -257,7 +257,7 @@ def _fill(into: store.Writer | Kept, maker: Maker, files: Sequence[str], process
         bad = at.bad or first_bad
         if limit and len(into) + len(part) > limit:
             part = part.first(limit - len(into))
-        at = _Cursor(number, *block.end, at.good + len(part), bad)
+        at = _Cursor(number, *block.end, at.good + len(part) + part.counts.get("left_out", 0), bad)
         into.add(part, at)
         _check_bad(into.counts["bad"], maker.data.max_bad_lines, bad)
         inside = min(block.end.byte, sizes[number]) if not compression_of(files[number]) else 0
@@ -265,6 +265,9 @@ def _fill(into: store.Writer | Kept, maker: Maker, files: Sequence[str], process
         if limit and len(into) >= limit:
             return at
     _check_any(files[at.file], at)
+    if not len(into):
+        why = f"{into.counts['left_out']} are longer than {chat.lengths(maker.data)[0]} tokens: set data.block"
+        raise InputError(f"{files[0]}: no conversations; {why}")
     return at
 
 
