@@ -10,7 +10,7 @@ import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -32,11 +32,14 @@ from t2t.data.store import Kept, Part, Places, Store, Table
 from t2t.data.tables import KINDS, Texts, grouped, objective, text_objective, tokenized, tokenized_texts
 from t2t.data.tasks import Task, transform
 from t2t.data.text import Documents
-from t2t.data.tokens import Pairs, Tokenizer
+from t2t.data.tokens import HuggingFace, Pairs, Tokenizer
 from t2t.errors import InputError
 
 RECORDS = 5000
 """Lines or rows that a process takes at once, at most."""
+
+MOST_THREADS = 4
+"""So many threads can share an interpreter that fast tokenizers leave while they encode; more workers are processes."""
 
 STORED_FROM = 64 * 2**20
 """Files with more bytes of text than this are stored without being asked; fewer are tokenized anew in no time."""
@@ -74,6 +77,12 @@ class Maker:
     def paired(self) -> bool:
         """Whether a record is a source and a target."""
         return self.name in ("pairs", "character_noise")
+
+    @property
+    def mostly_encodes(self) -> bool:
+        """Whether nearly all of the work is done by a tokenizer that lets other threads run meanwhile."""
+        own = self.data.source_transforms or self.data.target_transforms or self.name == "chat"
+        return isinstance(self.tokenizer, HuggingFace) and self.tokenizer.fast and not own
 
     @property
     def whole_documents(self) -> bool:
@@ -208,7 +217,7 @@ def is_stored(maker: Maker, files: Sequence[str]) -> bool:
 
 
 def prepare(maker: Maker, files: Sequence[str], processes: int, tell: Tell = lambda *_: None) -> Store:
-    """The store of these files: found, or made, by so many processes besides this one (0: by this one)."""
+    """The store of these files: found, or made, by so many processes or threads besides this one (0: by this one)."""
     folder, made_from = place(maker, files)
     if found := store.opened(folder):
         return found
@@ -284,24 +293,32 @@ def _check_bad(count: int, most: int, first: str) -> None:
 def _parts(
     maker: Maker, files: Sequence[str], at: _Cursor, processes: int
 ) -> Iterator[tuple[tuple[Part, str], Block, int]]:
-    """The records of every block from a place on, in order, made ahead by other processes."""
+    """The records of every block from a place on, in order, made ahead by other processes, or by threads."""
     work = _blocks(maker, files, at)
     if not processes:
         yield from ((maker.part(block, number, task), block, number) for block, number, task in work)
         return
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(processes, context, _become_maker, (maker,)) as pool:
+    pool, make = _workers(maker, processes)
+    with pool:
         ahead: deque[tuple[Future[tuple[Part, str]], Block, int]] = deque()
         try:
             while True:
                 for block, number, task in islice(work, 2 * processes + 1 - len(ahead)):
-                    ahead.append((pool.submit(_make_part, block, number, task), block, number))
+                    ahead.append((pool.submit(make, block, number, task), block, number))
                 if not ahead:
                     return
                 made, block, number = ahead.popleft()
                 yield made.result(), block, number
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _workers(maker: Maker, count: int) -> tuple[Executor, Callable[[Block, int, Task], tuple[Part, str]]]:
+    """Threads where they do: they start at once and share the tokenizer."""
+    if maker.mostly_encodes and count <= MOST_THREADS:
+        return ThreadPoolExecutor(count), maker.part
+    context = multiprocessing.get_context("forkserver")
+    return ProcessPoolExecutor(count, context, _become_maker, (maker,)), _make_part
 
 
 def _blocks(maker: Maker, files: Sequence[str], at: _Cursor) -> Iterator[tuple[Block, int, Task]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,7 @@ class HuggingFace:
             raise InputError(f"{name}: the tokenizer has no end token")
         self.inner = tokenizer
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
+        self.fast = self._fast is not None
         self.eos_id: int = end
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
         self.vocab_size = len(tokenizer)
@@ -135,6 +137,19 @@ class HuggingFace:
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
         self.specials = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.starts: Sequence[int] = _before(tokenizer("a")["input_ids"], self.encode("a"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: there ``inner`` is unpacked when it is asked for, as importing transformers is slow."""
+        state = dict(self.__dict__)
+        if self._fast is not None and "inner" in state:
+            state["_packed"] = pickle.dumps(state.pop("inner"))
+        return state
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "inner" or "_packed" not in self.__dict__:
+            raise AttributeError(name)
+        self.inner = pickle.loads(self.__dict__.pop("_packed"))
+        return self.inner
 
     def render(self, messages: Messages, prompt: bool) -> str:
         if not self.inner.chat_template:

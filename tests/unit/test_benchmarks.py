@@ -1,7 +1,9 @@
 """The benchmarks run, count right, and treat their peer fairly."""
 
 import importlib.util
+import itertools
 import json
+import lzma
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 
 from t2t.data import order, tokens
 from t2t.data.loader import step_examples
@@ -177,3 +180,98 @@ def test_wikitext_as_people_write(real_data):
     raw = ' It " was " 1 @,@ 000 years ( or more ) old , he said ; she did n\'t . '
     assert real_data.written(raw) == 'It "was" 1,000 years (or more) old, he said; she didn\'t.'
     assert real_data.split('He came. "No," she said! Mr went') == ["He came.", '"No," she said!', "Mr went"]
+
+
+@pytest.fixture(scope="module")
+def data_bench():
+    spec = importlib.util.spec_from_file_location("data_bench", SCRIPT.parent / "data.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def novels(tmp_path_factory):
+    """A small folder of texts of each kind, and a vocabulary of them."""
+    folder = tmp_path_factory.mktemp("novels")
+    lines = [f"Omul num\u0103rul {i} \u0219i c\u00e2inele lui merg acas\u0103." for i in range(50)]
+    for kind in ("ro", "lm", "mt", "tok"):
+        (folder / kind).mkdir()
+    for name in ("ro/eltec_rom.txt.xz", "lm/eltec_eng.txt.xz"):
+        (folder / name).write_bytes(lzma.compress("\n\n".join(lines).encode()))
+    (folder / "mt/rosts.train.en").write_text("The man walks.\nThe dog too.\n")
+    (folder / "mt/rosts.train.ro").write_text("Omul merge.\nCâinele și el.\n")
+    (folder / "text").write_text("\n".join([*lines, "The man walks.", "The dog too."]))
+    model = {"model_prefix": str(folder / "tok/t5_spiece"), "vocab_size": 60, "hard_vocab_limit": False}
+    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    sentencepiece.SentencePieceTrainer.train(input=str(folder / "text"), minloglevel=2, **model, **ids)
+    return folder
+
+
+@pytest.mark.parametrize("choice", [{"rows": "lists", "order": "random"}, {"rows": "numpy", "order": "grouped"}])
+def test_both_sides_bring_every_token_of_the_files(data_bench, novels, tmp_path, monkeypatch, choice):
+    pytest.importorskip("datasets")
+    monkeypatch.setattr(data_bench, "BATCH", 8)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    pairs = list(itertools.islice(data_bench.texts(novels), 8 * 8))
+    assert pairs[0] == ("The man walks.", "Omul merge.")
+    assert pairs[1] == ("Omul numarul 0 si cainele lui merg acasa.", "Omul numărul 0 și câinele lui merg acasă.")
+    data_bench.write_pairs(tmp_path, pairs, 1e9)
+
+    def measured(case, who, **choice):
+        job = data_bench.Job(case, who, str(tmp_path), str(novels / "tok/t5_spiece.model"), warmup=0, choice=choice)
+        return data_bench.MEASURES[case, who](job)
+
+    tokenizer = tokens.load(str(novels / "tok/t5_spiece.model"))
+    whole = sum(len(tokenizer.encode(text)) + 1 for pair in pairs for text in pair)
+    made = [measured("prepare", "t2t"), measured("prepare", "datasets", num_proc=1)]
+    brought = [measured("loader", "t2t"), measured("loader", "datasets", **choice)]
+    streamed = [measured("streaming", who) for who in ("t2t", "datasets")]
+    for found in (*made, *brought, *streamed):
+        assert found["tokens"] == whole
+        assert found["began"] < found["ended"] and found["tokens_per_s"] > 0
+    assert all(0 < found["fill"] <= 1 for found in (*brought, *streamed))
+
+
+def test_memory_is_of_the_whole_tree_and_counts_shared_pages_once(data_bench):
+    own, shared = "b'x' * 2**26", "time.sleep(1)"
+    child = f"import time; kept = {own}; {shared}"
+    script = f"import os, time; kept = {own}; os.fork(); {shared}"
+    _, forked = data_bench.watched([sys.executable, "-c", script], {})
+    assert 64 < forked.until(float("inf"))["anonymous_mib"] < 110 and len(forked.alone) == 2
+    started = f"import subprocess, sys; kept = {own}; subprocess.run([sys.executable, '-c', {child!r}])"
+    _, both = data_bench.watched([sys.executable, "-c", started], {})
+    peak = both.until(float("inf"))
+    assert 128 < peak["anonymous_mib"] <= peak["peak_mib"] < 200 and min(both.alone.values()) > 64
+    assert both.until(0.0) == {"peak_mib": 0.0, "anonymous_mib": 0.0}
+
+
+def test_the_best_of_the_peer_is_compared_in_turns(data_bench, tmp_path):
+    jobs, speed = [], {"on": 9.0, "grouped": 8.0, "numpy": 1.0}
+
+    def run(job):
+        jobs.append(job)
+        lead = sum(speed.get(value, 0.0) for value in job.choice.values()) + len(jobs) / 1000
+        return {"first_s": lead, "step": job.step} if "resume" in job.case else {"tokens_per_s": lead, "fill": 0.5}
+
+    found = data_bench.compare(tmp_path, "tokenizer", replace(data_bench.FULL, rounds=2), run)
+    prepared = [job for job in jobs if job.case == "prepare"]
+    assert [job.who for job in prepared] == ["datasets"] * 4 + ["t2t", "datasets"] * 2
+    assert prepared[-1].choice == {"num_proc": 1, "threads": "on"}
+    loaded = [job.choice for job in jobs if job.case == "loader"]
+    assert loaded[6:9] == loaded[9:] == [{}, *({"rows": "numpy", "order": order} for order in ("random", "grouped"))]
+    assert len(found["probes"]) == 10
+    resumed = [(row["who"], row["step"]) for row in found["rows"] if row["case"] == "resume"]
+    assert resumed == [("t2t", 0), ("datasets", 0), ("t2t", 1000), ("datasets", 1000), ("t2t", 1_000_000)]
+    row = next(row for row in found["rows"] if row["case"] == "streaming")
+    assert row["tokens_per_s"] == np.median(row["rounds_tokens_per_s"])
+    assert "resume a stream" in data_bench.render(found["rows"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["FOLDER", "--rounds", "0"], ["FOLDER", "--megabytes", "-1"]])
+def test_bad_arguments_of_the_data_benchmark_exit_with_2(data_bench, novels, arguments):
+    with pytest.raises(SystemExit) as error:
+        data_bench.main([a.replace("FOLDER", str(novels)) for a in arguments])
+    assert error.value.code == 2

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,15 @@ def test_a_store_holds_what_memory_holds(name: str, split: float, tmp_path: Path
     assert len(pickle.dumps(stored.train)) < 20_000 + len(pickle.dumps(tokenizer))
 
 
-def test_several_processes_make_the_same_store(tmp_path: Path) -> None:
-    data, tokenizer, kind = case("pairs", tmp_path)
+@pytest.mark.parametrize(("name", "threads", "most"), [("pairs", False, 4), ("lm", True, 4), ("lm", False, 1)])
+def test_several_processes_or_threads_make_the_same_store(
+    name: str, threads: bool, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, tokenizer, kind = case(name, tmp_path)
+    tokenizer = chatting(CHATML) if name == "lm" else tokenizer
+    monkeypatch.setattr(prepare, "MOST_THREADS", most)
+    pool, _ = prepare._workers(prepare.Maker(data, tokenizer, name, kind, start_id=2), 2)
+    assert isinstance(pool, ThreadPoolExecutor) == threads
     one = made(data, tokenizer, kind)
     other = made(dataclasses.replace(data, store=str(tmp_path / "other")), tokenizer, kind, processes=2)
     assert one.folder != other.folder and one.manifest == other.manifest

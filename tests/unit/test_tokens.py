@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sentencepiece
+from vocabularies import CHATML, chatting
 
 from t2t.config import Data
 from t2t.data import tokens
@@ -182,3 +186,17 @@ def test_texts_begin_as_the_tokenizers_models_are_used_to(tmp_path: Path) -> Non
     assert ids("seq2seq", start_id=2) == [[0, 3, 4, 2], [0, 4, 2], [0, 3, 4, 5, 2], [0, 5, 2]]
     assert ids("seq2seq", start_id=0) == [[0, 3, 4, 2], [4, 2], [0, 3, 4, 5, 2], [5, 2]]
     assert ids("causal", start_id=0) == [[0, 3, 4], [4, 2], [0, 3, 4, 5, 3], [5, 2]]
+
+
+def test_a_tokenizer_encodes_in_another_process_without_transformers(tmp_path: Path) -> None:
+    tokenizer = chatting(CHATML, merges=True)
+    (tmp_path / "sent").write_bytes(pickle.dumps(tokenizer))
+    script = (
+        "import pickle, sys; t = pickle.load(open(sys.argv[1], 'rb')); "
+        "found = t.encode('the cat'), 'transformers' in sys.modules; print(*found, t.inner.eos_token, sep=';')"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "sent")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{tokenizer.encode('the cat')};False;</s>"
+    again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(tokenizer))))
+    assert again.inner.chat_template == tokenizer.inner.chat_template and again.marks == tokenizer.marks
