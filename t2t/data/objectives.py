@@ -74,7 +74,9 @@ labels=array([102,   1], dtype=uint16), types=None, pair=-100)
         return self._feature(self.pairs.source[i], self.pairs.target[i])
 
     def _feature(self, source: np.ndarray, target: np.ndarray) -> Feature:
-        return Feature(source, np.append(self.start_id, target[:-1]), target)
+        inputs = np.empty(len(target), dtype=np.int64)
+        inputs[:1], inputs[1:] = self.start_id, target[:-1]
+        return Feature(source, inputs, target)
 
 
 class CausalPairs:

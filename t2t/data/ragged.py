@@ -25,6 +25,9 @@ class Shard(Protocol):
     def ids(self, start: int, stop: int) -> np.ndarray:
         """What stands from one place to another."""
 
+    def span(self, i: int) -> tuple[int, int]:
+        """Where sequence ``i`` begins and ends."""
+
 
 class Memory:
     """A shard that is two arrays."""
@@ -44,6 +47,9 @@ class Memory:
 
     def ids(self, start: int, stop: int) -> np.ndarray:
         return self._ids[start:stop]
+
+    def span(self, i: int) -> tuple[int, int]:
+        return int(self._offsets[i]), int(self._offsets[i + 1])
 
 
 class Digest:
@@ -92,6 +98,7 @@ class Ragged:
         self._starts = np.array([self._offset(s, a) for s, a, _ in self.runs.tolist()], dtype=np.int64)
         stops = np.array([self._offset(s, b) for s, _, b in self.runs.tolist()], dtype=np.int64)
         self._token_ends = np.cumsum(stops - self._starts)
+        self._only = (int(self.runs[0, 0]), int(self.runs[0, 1])) if len(self.runs) == 1 else None
 
     @classmethod
     def of(cls, sequences: Iterable[Sequence[int] | np.ndarray], vocab_size: int) -> Ragged:
@@ -127,14 +134,14 @@ class Ragged:
 
     def __getitem__(self, i: int) -> np.ndarray:
         shard, local = self.place(i)
-        start, stop = self.shards[shard].offsets(local, local + 1).tolist()
-        return self.shards[shard].ids(start, stop)
+        found = self.shards[shard]
+        return found.ids(*found.span(local))
 
     def sizes(self, index: np.ndarray) -> np.ndarray:
         """How many tokens each of these has."""
         places = (self.place(i) for i in index.tolist())
-        ends = (self.shards[shard].offsets(local, local + 1) for shard, local in places)
-        return np.array([stop - start for start, stop in ends], dtype=np.int64)
+        spans = (self.shards[shard].span(local) for shard, local in places)
+        return np.array([stop - start for start, stop in spans], dtype=np.int64)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -179,7 +186,9 @@ class Ragged:
 
     def place(self, i: int) -> tuple[int, int]:
         """The shard that sequence ``i`` is in, and its number there."""
-        run = int(np.searchsorted(self._ends, i, side="right")) if len(self.runs) > 1 else 0
+        if self._only:
+            return self._only[0], self._only[1] + i
+        run = int(np.searchsorted(self._ends, i, side="right"))
         shard, first, _ = self.runs[run].tolist()
         return shard, i - (int(self._ends[run - 1]) if run else 0) + first
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ VERSION = 1
 SHARD_BYTES = 2**30
 MOST_OPEN = 128
 _END = np.dtype("<i8")
+_ONE, _TWO = struct.Struct("<q"), struct.Struct("<qq")
 _NOTHING = np.zeros(0, dtype=np.int64)
 _PLACE = np.dtype([("file", "<u4"), ("line", "<u8"), ("words", "<u4")])
 
@@ -100,8 +102,15 @@ class FileShard:
 
     def ids(self, start: int, stop: int) -> np.ndarray:
         """What stands from one place to another."""
-        width = np.dtype(self.dtype).itemsize
+        width = 2 if self.dtype == "<u2" else 4
         return np.frombuffer(_files.read(f"{self.name}.ids", width * start, width * (stop - start)), self.dtype)
+
+    def span(self, i: int) -> tuple[int, int]:
+        """Where sequence ``i`` begins and ends."""
+        if not i:
+            return 0, _ONE.unpack(_files.read(f"{self.name}.ends", 0, 8))[0]
+        start, stop = _TWO.unpack(_files.read(f"{self.name}.ends", 8 * (i - 1), 16))
+        return start, stop
 
 
 class Table(ABC):
