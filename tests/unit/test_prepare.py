@@ -149,12 +149,12 @@ def test_what_was_interrupted_goes_on(name: str, blocks: int, tmp_path: Path) ->
         assert begun[0] > seen[0]  # it did not begin anew
 
 
-def test_a_killed_process_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "pairs.tsv").write_text(PAIRS * 3000)
+def test_a_killed_process_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pairs.tsv").write_text(PAIRS * 800)
     command = [sys.executable, "-m", "t2t", "prepare", "--data.train", str(tmp_path / "pairs.tsv"), "--model.tokenizer"]
     command += ["bytes", "--model.config", "t5-small", "--processes", "1", "--data.store", str(tmp_path / "stores")]
     cut = (
-        "import t2t.data.store as s; s.SHARD_BYTES = 200_000; import sys, t2t.cli; sys.exit(t2t.cli.main(sys.argv[1:]))"
+        "import t2t.data.store as s; s.SHARD_BYTES = 40_000; import sys, t2t.cli; sys.exit(t2t.cli.main(sys.argv[1:]))"
     )
     command[1:3] = ["-c", cut]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
@@ -169,10 +169,11 @@ def test_a_killed_process_goes_on(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {file: file.stat().st_mtime_ns for file in finished} == finished
-    assert f"{97 * 3000:,}" in done.stdout and str(folder) in done.stdout
+    assert f"{97 * 800:,}" in done.stdout and str(folder) in done.stdout
     data = Data(train=(str(tmp_path / "pairs.tsv"),), store=str(tmp_path / "stores"))
     found = store.opened(folder)
     assert found is not None
+    monkeypatch.setattr(prepare, "RECORDS", 5000)
     whole = prepare.in_memory(prepare.Maker(data, Bytes(), "pairs", "seq2seq", 0), list(data.train))
     assert found.column("target").digest == whole.column("target").digest
 
