@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import inspect
 import json
@@ -27,10 +26,20 @@ from t2t.data.loader import end_with_parent
 from t2t.data.objectives import Objective
 from t2t.data.ragged import Ragged, id_type
 from t2t.data.remote import is_remote
-from t2t.data.sources import Reader, compression_of
+from t2t.data.sources import compression_of
 from t2t.data.store import Kept, Part, Places, Store, Table
-from t2t.data.tables import KINDS, Texts, grouped, objective, text_objective, tokenized, tokenized_texts
-from t2t.data.tasks import Task, transform
+from t2t.data.tables import (
+    KINDS,
+    Texts,
+    check_objective,
+    columns_of,
+    grouped,
+    objective,
+    text_objective,
+    tokenized,
+    tokenized_texts,
+)
+from t2t.data.tasks import Columns, Task, transform
 from t2t.data.text import Documents
 from t2t.data.tokens import HuggingFace, Pairs, Tokenizer
 from t2t.errors import InputError
@@ -89,40 +98,30 @@ class Maker:
         """Whether the lines of a .txt file's document must stay together."""
         return not self.paired and self.name != "chat"
 
-    def task(self, file: str) -> Task:
-        """How records of a file become examples; its first record tells the columns that nobody gave."""
-        task = Task.from_config(self.data)
-        if self.name == "chat":
-            return task
-        reader = Reader([file], self.data.format, self.data.on_bad_line, self.data.max_bad_lines, self.given)
-        columns = task.columns(next(iter(reader)))
-        return dataclasses.replace(task, source=".".join(columns.source), target=".".join(columns.target))
-
-    @property
-    def given(self) -> tuple[str, ...]:
-        """The columns that were given."""
-        return tuple(name for name in (self.data.source, self.data.target) if name)
-
     @cached_property
     def template(self) -> Template:
         """How conversations are shown."""
         return Template(self.tokenizer)
 
-    def part(self, block: Block, file: int, task: Task) -> tuple[Part, str]:
-        """The records of a block, and the first of its bad lines."""
+    def __post_init__(self) -> None:
+        check_objective(self.name, self.data, self.tokenizer)
+
+    def part(self, block: Block, file: int, told: Columns | None) -> tuple[Part, str]:
+        """The records of a block, whose file has these columns, and the first of its bad lines."""
+        task = Task.from_config(self.data)
         reader = BlockReader(block, self.data.on_bad_line, self.data.max_bad_lines)
         words = np.zeros(0, dtype=np.int64)
         counts: dict[str, int] = {}
         if self.paired:
-            pairs, _ = tokenized(list(task.examples(reader)), self.tokenizer, self.data, self.kind, self.start_id)
+            pairs, _ = tokenized(list(task.examples(reader, told)), self.tokenizer, self.data, self.kind, self.start_id)
             columns, where = {"source": pairs.source, "target": pairs.target}, pairs.where
             counts = {"cut_sources": pairs.cut_sources, "cut_targets": pairs.cut_targets}
         elif self.name == "chat":
-            found, told = chat.read_counted(reader, self.template, chat.lengths(self.data)[0])
+            found, cut = chat.read_counted(reader, self.template, chat.lengths(self.data)[0])
             made = Chat.of(found, self.tokenizer.vocab_size, self.template.end_id)
-            columns, where, counts = {"tokens": made.tokens, "said": made.said}, made.where, dict(told._asdict())
+            columns, where, counts = {"tokens": made.tokens, "said": made.said}, made.where, dict(cut._asdict())
         else:
-            texts = list(grouped(task.examples(reader), self.data.format))
+            texts = list(grouped(task.examples(reader, told), self.data.format))
             found_texts = tokenized_texts(self.name, texts, self.tokenizer)
             columns = {"tokens": found_texts.documents.tokens}
             if found_texts.sentences is not None:
@@ -296,15 +295,15 @@ def _parts(
     """The records of every block from a place on, in order, made ahead by other processes, or by threads."""
     work = _blocks(maker, files, at)
     if not processes:
-        yield from ((maker.part(block, number, task), block, number) for block, number, task in work)
+        yield from ((maker.part(block, number, told), block, number) for block, number, told in work)
         return
     pool, make = _workers(maker, processes)
     with pool:
         ahead: deque[tuple[Future[tuple[Part, str]], Block, int]] = deque()
         try:
             while True:
-                for block, number, task in islice(work, 2 * processes + 1 - len(ahead)):
-                    ahead.append((pool.submit(make, block, number, task), block, number))
+                for block, number, told in islice(work, 2 * processes + 1 - len(ahead)):
+                    ahead.append((pool.submit(make, block, number, told), block, number))
                 if not ahead:
                     return
                 made, block, number = ahead.popleft()
@@ -313,7 +312,7 @@ def _parts(
             pool.shutdown(cancel_futures=True)
 
 
-def _workers(maker: Maker, count: int) -> tuple[Executor, Callable[[Block, int, Task], tuple[Part, str]]]:
+def _workers(maker: Maker, count: int) -> tuple[Executor, Callable[[Block, int, Columns | None], tuple[Part, str]]]:
     """Threads where they do: they start at once and share the tokenizer."""
     if maker.mostly_encodes and count <= MOST_THREADS:
         return ThreadPoolExecutor(count), maker.part
@@ -321,13 +320,13 @@ def _workers(maker: Maker, count: int) -> tuple[Executor, Callable[[Block, int, 
     return ProcessPoolExecutor(count, context, _become_maker, (maker,)), _make_part
 
 
-def _blocks(maker: Maker, files: Sequence[str], at: _Cursor) -> Iterator[tuple[Block, int, Task]]:
+def _blocks(maker: Maker, files: Sequence[str], at: _Cursor) -> Iterator[tuple[Block, int, Columns | None]]:
     for number, file in enumerate(files[at.file :], at.file):
         start = Place(at.line, at.byte) if number == at.file else Place()
-        task = maker.task(file)
-        columns = maker.given
-        for block in blocks(file, maker.data.format, columns, RECORDS, start, maker.whole_documents):
-            yield block, number, task
+        told = None if maker.name == "chat" else columns_of(file, maker.data)
+        given = tuple(name for name in (maker.data.source, maker.data.target) if name)
+        for block in blocks(file, maker.data.format, given, RECORDS, start, maker.whole_documents):
+            yield block, number, told
 
 
 _maker: Maker | None = None  # of a process that makes parts
@@ -340,9 +339,9 @@ def _become_maker(maker: Maker) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
 
 
-def _make_part(block: Block, number: int, task: Task) -> tuple[Part, str]:
+def _make_part(block: Block, number: int, told: Columns | None) -> tuple[Part, str]:
     assert _maker is not None
-    return _maker.part(block, number, task)
+    return _maker.part(block, number, told)
 
 
 def processes() -> int:

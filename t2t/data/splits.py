@@ -16,9 +16,9 @@ from t2t.data.chat import Conversation, Cut
 from t2t.data.mixture import Mixture, weights
 from t2t.data.objectives import Objective
 from t2t.data.prepare import Maker, Tell, in_memory, is_stored, prepare, processes, worth_storing
-from t2t.data.sources import Reader, format_of, resolve
+from t2t.data.sources import format_of, resolve
 from t2t.data.store import Store, Table
-from t2t.data.tables import KINDS, PLAIN, Splits, check_chat, cut_notes, held_out
+from t2t.data.tables import KINDS, PLAIN, Splits, cut_notes, held_out, reader
 from t2t.data.tasks import Example, Task, is_chat
 from t2t.data.tokens import Tokenizer
 from t2t.errors import InputError
@@ -26,18 +26,10 @@ from t2t.errors import InputError
 
 def read_examples(patterns: Sequence[str], key: str, data: Data, limit: int) -> tuple[list[Example], list[str]]:
     """The examples of files, at most ``limit`` of them (0: all), and a line on bad ones."""
-    reader = _open(patterns, key, data)
-    examples = list(islice(Task.from_config(data).examples(reader), limit or None))
-    return examples, _bad(reader, key)
-
-
-def _bad(reader: Reader, key: str) -> list[str]:
-    return [f"{key}: {reader.bad_count} bad lines skipped, the first: {reader.bad[0]}"] if reader.bad_count else []
-
-
-def _open(patterns: Sequence[str], key: str, data: Data) -> Reader:
-    columns = data.source, data.target
-    return Reader(resolve(patterns, key), data.format, data.on_bad_line, data.max_bad_lines, columns, data.retries)
+    found = reader(resolve(patterns, key), data)
+    examples = list(islice(Task.from_config(data).examples(found), limit or None))
+    bad = f"{key}: {found.bad_count} bad lines skipped, the first: {found.bad[0]}" if found.bad_count else ""
+    return examples, [bad] if bad else []
 
 
 def chosen_objective(data: Data, kind: str) -> str:
@@ -47,7 +39,7 @@ def chosen_objective(data: Data, kind: str) -> str:
         if kind == "masked" and _are_shards(data.train, "data.train", data):
             return "masked_lm_nsp"
         name = "pairs"
-        record = next(iter(_open(data.train, "data.train", data)), None)
+        record = next(iter(reader(resolve(data.train, "data.train"), data)), None)
         if record is not None and is_chat(record.fields) and not data.source:
             name = "chat"
         elif record is not None and kind in PLAIN:
@@ -74,13 +66,9 @@ def read_splits(
         return _mixed_splits(data, tokenizer, seed, kind, start_id, tell)
     if not data.train:
         raise InputError("data.train: no training files given, as --data.train pairs.jsonl")
-    if data.objective == "character_noise" and tokenizer.fingerprint != "bytes":
-        raise InputError('data.objective: character_noise needs model.tokenizer = "bytes"')
     name = chosen_objective(data, kind)
     if kind == "masked" and _are_shards(data.train, "data.train", data):
         return _shard_splits(data, tokenizer, seed, name)
-    if name == "chat":
-        check_chat(data)
     maker = Maker(data, tokenizer, name, kind, start_id)
     return _splits(maker, resolve(data.train, "data.train"), seed, tell)
 
@@ -134,11 +122,10 @@ class HeldOut(Sequence[Example | Conversation]):
     @cached_property
     def _texts(self) -> list[Example | Conversation]:
         maker, data, wanted = self.maker, self.maker.data, set(self.taken.tolist())
-        reader = Reader(self.files, data.format, data.on_bad_line, data.max_bad_lines, maker.given)
-        last = int(self.taken[-1]) + 1
-        texts: Iterator[Example | Conversation] = Task.from_config(data).examples(reader)
+        found, last = reader(self.files, data), int(self.taken[-1]) + 1
+        texts: Iterator[Example | Conversation] = Task.from_config(data).examples(found)
         if maker.name == "chat":
-            texts = iter(chat.read(reader, maker.template, chat.lengths(data)[0], last)[0])
+            texts = iter(chat.read(found, maker.template, chat.lengths(data)[0], last)[0])
         return [text for i, text in enumerate(islice(texts, last)) if i in wanted]
 
 

@@ -39,7 +39,17 @@ from t2t.data.packing import Batch, Feature
 from t2t.data.remote import is_remote
 from t2t.data.sources import Reader, format_of, parsed, resolve
 from t2t.data.splits import chosen_objective
-from t2t.data.tables import Splits, check_chat, grouped, objective, text_objective, tokenized, tokenized_texts
+from t2t.data.tables import (
+    Splits,
+    check_objective,
+    columns_of,
+    grouped,
+    objective,
+    reader,
+    text_objective,
+    tokenized,
+    tokenized_texts,
+)
 from t2t.data.tasks import Columns, Example, Task
 from t2t.data.text import SpanCorruption, span_lengths
 from t2t.data.tokens import Tokenizer
@@ -99,16 +109,14 @@ class Source:
         self.files = resolve(data.train, "data.train")
         if any(format_of(file, data.format) == "hdf5" for file in self.files):
             raise InputError("data.streaming: HDF5 shards are read where they lie: leave it out")
-        if data.objective == "character_noise" and tokenizer.fingerprint != "bytes":
-            raise InputError('data.objective: character_noise needs model.tokenizer = "bytes"')
         self.data, self.tokenizer, self.seed, self.kind, self.start_id = data, tokenizer, seed, kind, start_id
         self.name = chosen_objective(data, kind)
         if self.name == "masked_lm_nsp":
             raise InputError("data.streaming: masked_lm_nsp draws texts from all documents: leave one of them out")
         self.documents = self.name not in ("pairs", "character_noise", "chat")
         self.template = None
+        check_objective(self.name, data, tokenizer)
         if self.name == "chat":
-            check_chat(data)
             self.template = Template(tokenizer)
         self._wanted = [column for column in (data.source, data.target) if column]
         self._columns: dict[str, Columns | None] = {}
@@ -167,8 +175,7 @@ class Source:
     def columns(self, file: str) -> Columns | None:
         """The columns of a file, as its first record tells them."""
         if file not in self._columns:
-            record = next(iter(self._whole([file])))
-            self._columns[file] = None if self.template else Task.from_config(self.data).columns(record)
+            self._columns[file] = None if self.template else columns_of(file, self.data, streaming=True)
         return self._columns[file]
 
     def splits(self) -> Splits:
@@ -189,10 +196,10 @@ class Source:
         notes = [f"training, in the first {len(train):,} examples: {line}" for line in notes]
         if not self.data.validation:
             return Splits(train, None, (), tuple(notes))
-        reader = self._whole(resolve(self.data.validation, "data.validation"))
-        held = self.texts(reader)[: self.data.max_validation_samples or None]
-        if reader.bad_count:
-            notes.append(f"data.validation: {reader.bad_count} bad lines skipped, the first: {reader.bad[0]}")
+        whole = reader(resolve(self.data.validation, "data.validation"), self.data, streaming=True)
+        held = self.texts(whole)[: self.data.max_validation_samples or None]
+        if whole.bad_count:
+            notes.append(f"data.validation: {whole.bad_count} bad lines skipped, the first: {whole.bad[0]}")
         validation, cut = self.learned(held)
         notes += [f"validation: {line}" for line in cut]
         examples = [text for text in held if not isinstance(text, tuple)]
@@ -205,10 +212,6 @@ class Source:
         with suppress(InputError), closing(parsed(file, self.data.format, self._wanted, line - 1)) as items:
             told["record"] = json.dumps(next(items).value, ensure_ascii=False)
         return told
-
-    def _whole(self, files: Sequence[str]) -> Reader:
-        data = self.data
-        return Reader(files, data.format, data.on_bad_line, data.max_bad_lines, self._wanted, data.retries, True)
 
 
 class Sample:

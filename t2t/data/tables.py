@@ -14,8 +14,8 @@ from t2t.data.chat import Conversation
 from t2t.data.masked import MaskedLM, Masking, NextSentence, most_predictions
 from t2t.data.objectives import CausalPairs, CharacterNoise, Objective, Seq2Seq
 from t2t.data.ragged import Ragged
-from t2t.data.sources import format_of
-from t2t.data.tasks import Example, join
+from t2t.data.sources import Reader, format_of
+from t2t.data.tasks import Columns, Example, Task, join
 from t2t.data.text import BlockLM, DocumentLM, Documents, PrefixLM, SpanCorruption
 from t2t.data.tokens import Pairs, Tokenizer, tokenize
 from t2t.errors import InputError
@@ -95,8 +95,23 @@ def objective(pairs: Pairs, data: Data, kind: str, start_id: int) -> Objective:
     return Seq2Seq(pairs, start_id) if kind == "seq2seq" else CausalPairs(pairs, data.loss_on == "both")
 
 
-def check_chat(data: Data) -> None:
-    """Refuse what has no meaning for conversations."""
+def reader(files: Sequence[str], data: Data, streaming: bool = False) -> Reader:
+    """The records of files, under the data section's policy."""
+    columns = data.source, data.target
+    return Reader(files, data.format, data.on_bad_line, data.max_bad_lines, columns, data.retries, streaming)
+
+
+def columns_of(file: str, data: Data, streaming: bool = False) -> Columns:
+    """The columns of a file: those given, or as its first record tells them."""
+    return Task.from_config(data).columns(next(iter(reader([file], data, streaming))))
+
+
+def check_objective(name: str, data: Data, tokenizer: Tokenizer) -> None:
+    """Refuse what an objective cannot do, and what has no meaning for it."""
+    if name == "character_noise" and tokenizer.fingerprint != "bytes":
+        raise InputError('data.objective: character_noise needs model.tokenizer = "bytes"')
+    if name != "chat":
+        return
     for key in ("source", "target", "prefix", "source_transforms", "target_transforms", "piece", "template", "loss_on"):
         if getattr(data, key) != getattr(Data, key):
             raise InputError(f"data.{key}: is for pairs; the tokenizer's chat template shows chat records as they are")

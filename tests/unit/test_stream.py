@@ -28,6 +28,7 @@ from t2t.data.masked import MaskedLM
 from t2t.data.objectives import Prompted, Seq2Seq
 from t2t.data.packing import Batch
 from t2t.data.stream import Cursor, Made, Member, Sample, Source, Stream, check
+from t2t.data.tables import reader
 from t2t.data.tokens import Bytes
 from t2t.errors import InputError
 from t2t.train import run
@@ -75,7 +76,7 @@ def epochs(member: Member, count: int = 2) -> list[list[int]]:
 
 def records(source: Source) -> list[int]:
     """The numbers of all records, by reading the files whole."""
-    lines = ((f, record.line) for f, file in enumerate(source.files) for record in source._whole([file]))
+    lines = ((f, record.line) for f, file in enumerate(source.files) for record in reader([file], source.data))
     return [(f << 40) + line for f, line in lines]
 
 
