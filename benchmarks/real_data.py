@@ -329,7 +329,7 @@ def pretrain(work: Path, name: str, text: str, sizes: list[str], smoke: bool) ->
         "optim.name": "adamw",
         "optim.relative_step": "false",
         "optim.scale_parameter": "false",
-        "optim.lr": "2e-3",
+        "optim.lr": RATE,
         "optim.schedule": "cosine",
         "optim.warmup": 200,
         "optim.clip": 1.0,

@@ -20,6 +20,8 @@ from t2t import config
 from t2t.config import Config
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when kernels are defined
 
 Raw = dict[str, Any]
 

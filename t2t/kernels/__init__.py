@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -28,8 +29,14 @@ __all__ = [
 ]
 
 
+FASTEST: dict[str, Any] = {"cpu": cpu}  # by type of device; the reference serves all others
+if torch.cuda.is_available():
+    with suppress(ModuleNotFoundError):  # without Triton, which comes with torch where torch comes with CUDA
+        FASTEST["cuda"] = importlib.import_module("t2t.kernels.gpu")
+
+
 def _on(x: Tensor) -> Any:
-    return cpu if x.device.type == "cpu" else reference
+    return FASTEST.get(x.device.type, reference)
 
 
 def random_from(seed: int, device: torch.device, alone: bool) -> AbstractContextManager[None]:

@@ -1,0 +1,148 @@
+"""The kernels written in Triton against the reference, run by Triton's interpreter; tests/gpu has them on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from t2t.kernels import reference
+
+pytest.importorskip("triton", reason="Triton is for Linux")
+BUCKETS, HEADS = 8, 2
+
+
+@pytest.fixture(scope="module")
+def gpu() -> ModuleType:
+    """The module; conftest has its kernels interpreted where there is no GPU."""
+    from t2t.kernels.gpu import spans
+
+    return spans
+
+
+def segments(rows: Sequence[Sequence[int]], slots: int) -> Tensor:
+    """Rows of segments of these lengths; a negative length is so much padding."""
+    found = torch.zeros(len(rows), slots, dtype=torch.long)
+    for row, lengths in zip(found, rows, strict=True):
+        at = number = 0
+        for length in lengths:
+            if length > 0:
+                number += 1
+                row[at : at + length] = number
+            at += abs(length)
+    return found
+
+
+ROWS = [[40, 1, 20], [5, 64]]
+CASES = {
+    "self": {"queries": ROWS},
+    "causal": {"queries": ROWS, "causal": True},
+    "far beyond the last bucket": {"queries": [[80, 1, 20], [5, 102]], "slots": 107},
+    "causal, far": {"queries": [[80, 1, 20], [5, 102]], "slots": 107, "causal": True},
+    "no bias, scaled": {"queries": ROWS, "biased": False, "scale": 0.3},
+    "window": {"queries": ROWS, "causal": True, "biased": False, "window": 7},
+    "cross": {"queries": [[4, 1, 20], [5, 64]], "keys": [[30, 7, 3], [50, 9]], "biased": False},
+    "more rows, empty ones": {"queries": [[], [3], [70], []], "causal": True},
+    "padding first and between": {"queries": [[-9, 20], [5, -3, 40]], "causal": True},
+    "one slot each": {"queries": [[1] * 33], "slots": 33},
+    "many channels": {"queries": ROWS, "channels": 40},
+}
+
+
+def run(module: ModuleType, case: dict, packed: list[Tensor], table: Tensor | None, upstream: Tensor) -> list[Tensor]:
+    """The output in slots that hold a token, and every gradient."""
+    queries, keys = sides(case)
+    bias = module.attention_bias(
+        queries, keys, case.get("causal", False), HEADS, table, 16, torch.float32, case.get("window", 0)
+    )
+    live = (queries > 0)[:, :, None, None]
+    out = torch.where(live, module.attention(packed, bias, 0.0, case.get("scale", 1.0)), 0.0)
+    learned = [*packed, *([] if table is None else [table])]
+    return [out.detach(), *torch.autograd.grad((out * upstream).sum(), learned)]
+
+
+def sides(case: dict) -> tuple[Tensor, Tensor]:
+    slots = case.get("slots", 70)
+    queries = segments(case["queries"], slots)
+    return queries, segments(case["keys"], 64) if "keys" in case else queries
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_attention_is_the_reference(gpu: ModuleType, case: dict) -> None:
+    torch.manual_seed(0)
+    queries, keys = sides(case)
+    channels = case.get("channels", 16)
+    shapes = [(1, queries), (2, keys)] if "keys" in case else [(3, queries)]
+    packed = [torch.randn(*x.shape, n, HEADS, channels, requires_grad=True) for n, x in shapes]
+    table = torch.randn(BUCKETS, HEADS, requires_grad=True) if case.get("biased", True) else None
+    upstream = torch.randn(*queries.shape, HEADS, channels)
+    for expected, found in zip(*(run(m, case, packed, table, upstream) for m in (reference, gpu)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_query_without_keys_gives_nothing(gpu: ModuleType) -> None:
+    queries, keys = segments([[3, 4]], 8), segments([[5]], 8)
+    packed = [torch.randn(1, 8, n, HEADS, 16, requires_grad=True) for n in (1, 2)]
+    out = gpu.attention(packed, gpu.attention_bias(queries, keys, False, HEADS, None, 0, torch.float32), 0.0)
+    assert not out[:, 3:].any()
+    assert out[:, :3].all()
+    for grad in torch.autograd.grad(out.sum(), packed):
+        assert grad.isfinite().all()
+
+
+def test_dropout_is_the_same_on_the_way_back(gpu: ModuleType) -> None:
+    """What is dropped is read off values that are unit vectors; with that mask the reference gives the gradients."""
+    torch.manual_seed(0)
+    rate, slots = 0.25, 70
+    places = segments(ROWS, slots)
+    table = torch.randn(BUCKETS, HEADS, requires_grad=True)
+    spans = gpu.attention_bias(places, places, False, HEADS, table, 16, torch.float32)
+    units = torch.randn(2, slots, 3, HEADS, 128)
+    units[:, :, 2] = torch.eye(slots, 128)[None, :, None]
+    seed = torch.tensor([5], dtype=torch.int32)
+
+    def attend(packed: Tensor, share: float) -> Tensor:
+        return gpu._attention([packed], *spans, seed if share else None, share, 1.0)[0]
+
+    whole, dropped = attend(units, 0.0)[..., :slots].detach(), attend(units, rate)[..., :slots].detach()
+    kept = (dropped != 0).float()
+    torch.testing.assert_close(dropped, whole * kept / (1 - rate), rtol=1e-5, atol=1e-6)
+    share = 1 - kept[whole > 0].mean().item()
+    assert abs(share - rate) < 4 * (rate * (1 - rate) / (whole > 0).sum().item()) ** 0.5
+
+    packed = torch.randn(2, slots, 3, HEADS, 16, requires_grad=True)
+    upstream = torch.randn(2, slots, HEADS, 16) * (places > 0)[:, :, None, None]
+    bias = reference.attention_bias(places, places, False, HEADS, table, 16, torch.float32)
+    q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
+    weights = reference.attention_weights(q, k, bias) * kept.transpose(1, 2) / (1 - rate)
+    expected = torch.autograd.grad(((weights @ v).transpose(1, 2) * upstream).sum(), [packed, table])
+    found = torch.autograd.grad((attend(packed, rate) * upstream).sum(), [packed, table])
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_dropped_does_not_repeat(gpu: ModuleType) -> None:
+    """Rows, heads, neighbouring queries and keys drop different weights: as often the same as by chance."""
+    slots, rate = 64, 0.5
+    places = segments([[slots]] * 2, slots)
+    spans = gpu.attention_bias(places, places, False, HEADS, None, 0, torch.float32)
+    units = torch.zeros(2, slots, 3, HEADS, slots)
+    units[:, :, 2] = torch.eye(slots)[None, :, None]
+    masks = [
+        gpu._attention([units], *spans, torch.tensor([seed], dtype=torch.int32), rate, 1.0)[0] != 0 for seed in (1, 2)
+    ]
+    mask = masks[0]
+    pairs = {
+        "seeds": (masks[0], masks[1]),
+        "rows": (mask[0], mask[1]),
+        "heads": (mask[:, :, 0], mask[:, :, 1]),
+        "queries": (mask[:, 1:], mask[:, :-1]),
+        "keys": (mask[..., 1:], mask[..., :-1]),
+        "two by two": (mask[:, 1:, :, 1:] ^ mask[:, :-1, :, 1:], mask[:, 1:, :, :-1] ^ mask[:, :-1, :, :-1]),
+    }
+    for name, (a, b) in pairs.items():
+        together = (a == b).float().mean().item()
+        assert abs(together - 0.5) < 5 * 0.5 / a.numel() ** 0.5, name
