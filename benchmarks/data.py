@@ -1,6 +1,7 @@
 """Data on two CPU cores: t2t against `datasets`, `DataLoader` and Hugging Face's collator, side by side in one run.
 
     python benchmarks/data.py DATA_DIR [--megabytes 50] [--rounds 3] [--gigabytes 5] [--out FILE.json]
+    python benchmarks/data.py DATA_DIR --only loader [--megabytes 50] [--rounds 3] [--out FILE.json]
     python benchmarks/data.py DATA_DIR --smoke
 
 DATA_DIR holds novels as ro/eltec_rom.txt.xz and lm/eltec_eng.txt.xz, RO-STS as mt/rosts.train.en and mt/rosts.train.ro,
@@ -68,6 +69,7 @@ GPU_SLOTS = 131072  # of a micro-batch, as on a GPU
 EVERY_S = 0.05
 OURS, PEER = "t2t", "datasets"
 ORDERS = ("random", "grouped")  # of the peer's loader
+ALONE = ("prepare", "loader", "streaming")  # cases that can be measured alone
 TINY = {
     "model_type": "t5",
     "vocab_size": 384,
@@ -137,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=FULL.rounds, help="of each side (default: %(default)s)")
     parser.add_argument("--gigabytes", type=float, default=0.0, help="of the corpus of case memory; 0: leave it out")
     parser.add_argument("--out", type=Path, help="result file (default: results/data.json beside this script)")
+    parser.add_argument("--only", choices=ALONE, default="", help="one case alone; writes to --out alone")
     parser.add_argument("--smoke", action="store_true", help="two megabytes, one round; writes to --out alone")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -150,17 +153,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan, megabytes = (SMOKE, 2.0) if args.smoke else (replace(FULL, rounds=args.rounds), args.megabytes)
     told = "--smoke" if args.smoke else f"--megabytes {megabytes:g} --rounds {args.rounds}"
     told += f" --gigabytes {args.gigabytes:g}" if args.gigabytes else ""
+    told += f" --only {args.only}" if args.only else ""
     if os.getloadavg()[0] > 0.5:
         print("note: the machine is busy: what shares its cores is slower than it is", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         write_pairs(Path(folder), texts(args.data_dir), megabytes * 1e6)
-        found = compare(Path(folder), str(args.data_dir / "tok/t5_spiece.model"), plan)
+        found = compare(Path(folder), str(args.data_dir / "tok/t5_spiece.model"), plan, only=args.only)
         if args.gigabytes:
             found["rows"] += memory_rows(Path(folder), args.data_dir, args.gigabytes * 1e9)
     print(f"\n{render(found['rows'])}")
     result = {"machine": machine(), "date": datetime.date.today().isoformat(), "versions": versions(),
               "command": f"python benchmarks/data.py DATA_DIR {told}", **found}  # fmt: skip
-    out = args.out or (None if args.smoke else Path(__file__).parent / "results/data.json")
+    out = args.out or (None if args.smoke or args.only else Path(__file__).parent / "results/data.json")
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -196,9 +200,9 @@ def write_pairs(folder: Path, pairs: Iterable[tuple[str, str]], size: float) -> 
 
 
 def compare(
-    folder: Path, tokenizer: str, plan: Plan, run: Callable[[Job], dict[str, Any]] | None = None
+    folder: Path, tokenizer: str, plan: Plan, run: Callable[[Job], dict[str, Any]] | None = None, only: str = ""
 ) -> dict[str, Any]:
-    """Every case in turn: the peer's probes, then rounds in which the two alternate."""
+    """Every case in turn, or one of `ALONE`: the peer's probes, then rounds in which the two alternate."""
     run = run or run_job
     rows: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
@@ -222,12 +226,20 @@ def compare(
         return Job(case, OURS, str(folder), tokenizer, **more), Job(case, PEER, str(folder), tokenizer, **more)
 
     ours, peer = jobs("prepare")
-    rounds([ours, best(peer, plan.prepares)])
-    ours, peer = jobs("loader")
-    orders = [[choice for choice in plan.loaders if choice["order"] == order] for order in ORDERS]
-    loaders = [best(peer, choices) for choices in orders if choices]
-    rounds([ours, *loaders])
-    rounds(jobs("streaming"))
+    if only in ("", "prepare"):
+        rounds([ours, best(peer, plan.prepares)])
+    elif only == "loader":  # there must be something to load
+        for job in (ours, replace(peer, choice=plan.prepares[0])):
+            run(job)
+    if only in ("", "loader"):
+        ours, peer = jobs("loader")
+        orders = [[choice for choice in plan.loaders if choice["order"] == order] for order in ORDERS]
+        loaders = [best(peer, choices) for choices in orders if choices]
+        rounds([ours, *loaders])
+    if only in ("", "streaming"):
+        rounds(jobs("streaming"))
+    if only:
+        return {"rows": rows, "probes": probes}
     for step in (0, 1000):
         ours, peer = jobs("resume", step=step)
         rounds([ours, replace(peer, choice=loaders[0].choice)])

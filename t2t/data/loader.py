@@ -19,17 +19,18 @@ from t2t.config import Data
 from t2t.data import order
 from t2t.data.masked import SHARE
 from t2t.data.mixture import Mixture
-from t2t.data.objectives import Objective
+from t2t.data.objectives import Objective, features_of
 from t2t.data.packing import (
     ROUND,
     Batch,
     Cost,
     Feature,
+    Packed,
     RowShape,
-    collate,
     cut_flat,
     cut_padded,
     cut_static,
+    gather,
     measure,
     pick_rows,
     slots,
@@ -98,22 +99,24 @@ class Loader:
 
     def step(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step."""
+        return [packed.batch() for packed in self.read(step)]
+
+    def read(self, step: int) -> list[Packed]:
+        """The same, before they are laid out."""
         index, rounds = (part[self.rank :: self.size] for part in self._drawn(step))
         if not len(index):
             return []
-        features = [
-            self.examples.feature(i, order.key(self.seed, turn, i))
-            for i, turn in zip(index.tolist(), rounds.tolist(), strict=True)
-        ]
-        return self.pack(features, index)
+        named = zip(rounds.tolist(), index.tolist(), strict=True)
+        seeds = (order.key(self.seed, *name) for name in named)  # made for those alone who ask
+        return self.pack(features_of(self.examples, index, seeds), index)
 
     def tell(self, i: int) -> dict[str, str | list[int]]:
         """Where an example of a batch came from, and its tokens."""
         return self.examples.tell(i)
 
-    def pack(self, features: Sequence[Feature], index: Sequence[int] | np.ndarray) -> list[Batch]:
+    def pack(self, features: Sequence[Feature], index: Sequence[int] | np.ndarray) -> list[Packed]:
         """Micro-batches of a step's examples, whose numbers are given."""
-        source, target = (np.array(side) for side in zip(*(feature.size for feature in features), strict=True))
+        source, target = np.array([feature.size for feature in features]).T
         rows = self.shape.source_row, self.shape.target_row
         if self.predictions:
             labels = np.array([feature.predicted for feature in features])
@@ -125,18 +128,20 @@ class Loader:
             cuts = cut_flat(source, target, self.micro_rows * sum(rows), self.cost, self.workers)
         else:
             cuts = cut_padded(source, target, self.micro_rows * sum(rows))
-        return [collate(features, index, *cut, self.pad_id, self.predictions) for cut in cuts]
+        return [gather(features, index, cut, self.pad_id, self.predictions) for cut in cuts]
 
     def steps(self, start: int, stop: int, readers: int = 0) -> Generator[list[Batch], None, None]:
         """Steps ``start`` to ``stop``, the next ones made in the background: by a thread, or by reader processes."""
-        if readers:
-            context = multiprocessing.get_context("forkserver")
-            pool: Executor = ProcessPoolExecutor(readers, context, become_reader, (self,))
-            make: Callable[[int], list[Batch]] = read_step
+        if not readers:
+            pool: Executor = ThreadPoolExecutor(1)
+            found = in_advance(lambda n: pool.submit(self.step, n), start, stop, 2)
         else:
-            pool, make = ThreadPoolExecutor(1), self.step
+            context = multiprocessing.get_context("forkserver")
+            pool = ProcessPoolExecutor(readers, context, become_reader, (self,))
+            read = in_advance(lambda n: pool.submit(read_step, n), start, stop, 2 * readers + 2)
+            found = ([packed.batch() for packed in step] for step in read)
         try:
-            yield from in_advance(lambda n: pool.submit(make, n), start, stop, 2 * readers + 2)
+            yield from found
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -166,7 +171,7 @@ _reader: Any = None  # of a reader process: what makes its steps
 
 
 def become_reader(maker: Any) -> None:
-    """In a fresh process: make the steps of a loader, or of anything that has a ``step``, and end with the parent."""
+    """In a fresh process: read the steps of a loader, or of anything that can ``read``, and end with the parent."""
     global _reader
     _reader = maker
     os.setsid()  # a Ctrl-C is for the process that trains: it still needs the step that is being made
@@ -187,7 +192,7 @@ def end_with_parent() -> None:
 
 def read_step(step: int) -> Any:
     """In a reader process: its step."""
-    return _reader.step(step)
+    return _reader.read(step)
 
 
 def step_examples(count: int, batch: int, step: int, seed: int, shuffle: bool = True) -> np.ndarray:
@@ -197,8 +202,8 @@ def step_examples(count: int, batch: int, step: int, seed: int, shuffle: bool = 
     (array([4]), array([0, 1]))
     """
     epoch, within = divmod(step, math.ceil(count / batch))
-    positions = np.arange(within * batch, min((within + 1) * batch, count))
-    return order.permuted(positions, count, order.key(seed, epoch)) if shuffle else positions
+    start, stop = within * batch, min((within + 1) * batch, count)
+    return order.window(start, stop, count, order.key(seed, epoch)) if shuffle else np.arange(start, stop)
 
 
 def drawn(examples: Objective, batch: int, step: int, seed: int, shuffle: bool = True) -> tuple[np.ndarray, np.ndarray]:

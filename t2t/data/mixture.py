@@ -15,14 +15,14 @@ Two tasks of 4 and 2 examples, the second with twice the rate of the first, have
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
 
 from t2t.config import Data, tasks
 from t2t.data import order
-from t2t.data.objectives import Objective
+from t2t.data.objectives import Objective, features_of
 from t2t.data.packing import Feature
 from t2t.errors import InputError
 
@@ -109,6 +109,15 @@ class Mixture:
     def feature(self, i: int, seed: int) -> Feature:
         k = bisect_right(self._ends, i)
         return self._tasks[k].feature(i - self._start(k), seed)
+
+    def features(self, index: np.ndarray, seeds: Iterable[int]) -> list[Feature]:
+        found: dict[int, Feature] = {}
+        of, seeds = np.searchsorted(self._ends, index, side="right"), [*seeds]
+        for k in np.unique(of).tolist():
+            mine = np.flatnonzero(of == k)
+            own = features_of(self._tasks[k], index[mine] - self._start(k), (seeds[j] for j in mine))
+            found |= zip(mine.tolist(), own, strict=True)
+        return [found[j] for j in range(len(index))]
 
     def tell(self, i: int) -> dict[str, str | list[int]]:
         k = bisect_right(self._ends, i)

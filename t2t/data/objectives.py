@@ -5,7 +5,7 @@ An objective holds the tokenized examples and makes a `Feature` of each when its
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +43,14 @@ class Objective(Protocol):
         """Where example ``i`` came from, and its tokens, for a person to look into."""
 
 
+def features_of(examples: Objective, index: np.ndarray, seeds: Iterable[int]) -> list[Feature]:
+    """Several examples and their seeds: read together by objectives that have ``features``, one by one by others."""
+    if hasattr(examples, "features"):
+        found: list[Feature] = examples.features(index, seeds)
+        return found
+    return [examples.feature(i, seed) for i, seed in zip(index.tolist(), seeds, strict=True)]
+
+
 class Seq2Seq:
     """Pairs as they are, for a model with a decoder, which begins after ``start_id``.
 
@@ -50,7 +58,7 @@ class Seq2Seq:
     >>> from t2t.data.tokens import tokenize
     >>> pairs = tokenize([Example("ab", "c", "x:1")], Bytes(), 8, 8)
     >>> Seq2Seq(pairs, start_id=0).feature(0, seed=0)
-    Feature(source=array([100, 101,   1], dtype=uint16), inputs=array([  0, 102]), \
+    Feature(source=array([100, 101,   1], dtype=uint16), inputs=array([  0, 102], dtype=uint16), \
 labels=array([102,   1], dtype=uint16), types=None, pair=-100)
     """
 
@@ -73,8 +81,11 @@ labels=array([102,   1], dtype=uint16), types=None, pair=-100)
     def feature(self, i: int, seed: int) -> Feature:
         return self._feature(self.pairs.source[i], self.pairs.target[i])
 
+    def features(self, index: np.ndarray, seeds: Iterable[int]) -> list[Feature]:
+        return [*map(self._feature, self.pairs.source.many(index), self.pairs.target.many(index))]
+
     def _feature(self, source: np.ndarray, target: np.ndarray) -> Feature:
-        inputs = np.empty(len(target), dtype=np.int64)
+        inputs = np.empty_like(target)
         inputs[:1], inputs[1:] = self.start_id, target[:-1]
         return Feature(source, inputs, target)
 
@@ -88,7 +99,7 @@ class CausalPairs:
     >>> pairs = Pairs(Ragged.of([[7, 8]], 384), Ragged.of([[9, 1]], 384), ("x:1",), 0, 0)
     >>> feature = CausalPairs(pairs).feature(0, seed=0)
     >>> feature.inputs, feature.labels
-    (array([7, 8, 9]), array([-100,    9,    1]))
+    (array([7, 8, 9], dtype=uint16), array([-100,    9,    1]))
     """
 
     words = 0
@@ -111,10 +122,16 @@ class CausalPairs:
 
     def feature(self, i: int, seed: int) -> Feature:
         """Pair ``i``."""
-        source, target = self.pairs.source[i].astype(np.int64), self.pairs.target[i].astype(np.int64)
+        return self._feature(self.pairs.source[i], self.pairs.target[i])
+
+    def features(self, index: np.ndarray, seeds: Iterable[int]) -> list[Feature]:
+        """Several pairs."""
+        return [*map(self._feature, self.pairs.source.many(index), self.pairs.target.many(index))]
+
+    def _feature(self, source: np.ndarray, target: np.ndarray) -> Feature:
         tokens = np.concatenate([source, target])
         labels = tokens[1:] if self.both else np.concatenate([np.full(len(source) - 1, IGNORE), target])
-        return Feature(np.zeros(0, np.int64), tokens[:-1], labels)
+        return Feature(tokens[:0], tokens[:-1], labels)
 
 
 class Prompted:
@@ -146,11 +163,16 @@ class Prompted:
         return (source + len(self.ids), target) if self.kind == "seq2seq" else (source, target + len(self.ids))
 
     def feature(self, i: int, seed: int) -> Feature:
-        feature = self.inner.feature(i, seed)
+        return self._prompted(self.inner.feature(i, seed))
+
+    def features(self, index: np.ndarray, seeds: Iterable[int]) -> list[Feature]:
+        return [self._prompted(feature) for feature in features_of(self.inner, index, seeds)]
+
+    def _prompted(self, feature: Feature) -> Feature:
         if self.kind == "seq2seq":
-            return replace(feature, source=np.append(self.ids, feature.source))
+            return feature._replace(source=np.append(self.ids, feature.source))
         unsaid = np.full(len(self.ids), IGNORE)
-        return replace(feature, inputs=np.append(self.ids, feature.inputs), labels=np.append(unsaid, feature.labels))
+        return feature._replace(inputs=np.append(self.ids, feature.inputs), labels=np.append(unsaid, feature.labels))
 
 
 class CharacterNoise(Seq2Seq):
@@ -170,7 +192,12 @@ class CharacterNoise(Seq2Seq):
         return np.minimum(target + 8, self.most), target
 
     def feature(self, i: int, seed: int) -> Feature:
-        target = self.pairs.target[i]
+        return self._noisy(self.pairs.target[i], seed)
+
+    def features(self, index: np.ndarray, seeds: Iterable[int]) -> list[Feature]:
+        return [*map(self._noisy, self.pairs.target.many(index), seeds)]
+
+    def _noisy(self, target: np.ndarray, seed: int) -> Feature:
         noisy, most = character_noise(target, np.random.default_rng(seed)), min(len(target) + 8, self.most)
         if len(noisy) > most:
             noisy = np.append(noisy[: most - 1], noisy[-1:])

@@ -6,10 +6,12 @@ A Feistel network permutes the smallest power of four that holds all indices; va
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 
 ROUNDS = 6
+BLOCK = 4096  # positions that `window` computes at once: that takes little longer than a few
 _U64 = np.uint64
 
 
@@ -38,6 +40,22 @@ def permuted(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
         values[outside] = _feistel(values[outside], half_bits, keys)
         outside = values >= size
     return values.astype(np.int64)
+
+
+def window(start: int, stop: int, size: int, seed: int) -> np.ndarray:
+    """The examples from one position to another, for those who will ask for the next ones too.
+
+    >>> window(1, 4, 5, seed=3)
+    array([4, 0, 1])
+    """
+    first = start // BLOCK
+    blocks = [_block(number, size, seed) for number in range(first, -(-stop // BLOCK))]
+    return np.concatenate(blocks)[start - first * BLOCK : stop - first * BLOCK]
+
+
+@lru_cache(maxsize=8)
+def _block(number: int, size: int, seed: int) -> np.ndarray:
+    return permuted(np.arange(number * BLOCK, min((number + 1) * BLOCK, size)), size, seed)
 
 
 def _feistel(values: np.ndarray, half_bits: int, keys: list[np.uint64]) -> np.ndarray:

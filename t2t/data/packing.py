@@ -16,8 +16,7 @@ IGNORE = -100
 ROUND = 8  # row lengths are multiples of this
 
 
-@dataclass(frozen=True)
-class Feature:
+class Feature(NamedTuple):
     """What one example asks of a model: at each of its inputs, to say the label there.
 
     A model with a decoder reads ``source`` first; others have none. ``types`` tells the two sentences of a pair apart,
@@ -116,48 +115,44 @@ def pack(source: np.ndarray, target: np.ndarray, source_row: int, target_row: in
     """
     if not len(source):
         return []
-    a, b = source / max(source_row, 1), target / target_row
-    assert max(a.max(), b.max()) <= 1, "an example is longer than its row"
-    least = max(math.ceil(a.sum() - 1e-9), math.ceil(b.sum() - 1e-9))
-    order = np.argsort(-(np.maximum(a, b) + 0.1 * (a + b)), kind="stable").tolist()
-    best = _place(a.tolist(), b.tolist(), order, len(a), _tightest)
+    room = max(source_row, 1) * target_row  # in a unit in which rows of both streams are equally long
+    a, b = source * target_row, target * max(source_row, 1)
+    assert max(a.max(), b.max()) <= room, "an example is longer than its row"
+    least = -(-max(int(a.sum()), int(b.sum())) // room)
+    order = np.argsort(-(10 * np.maximum(a, b) + a + b), kind="stable")
+    sizes = [*zip(order.tolist(), *(side[order].astype(np.uint64) for side in (a, b)), strict=True)]
+    best = _place(sizes, room, len(sizes), tight=True)
     assert best is not None, "one row an example always suffices"
     while len(best) > least:
-        fewer = _place(a.tolist(), b.tolist(), order, len(best) - 1, _aligned)
+        fewer = _place(sizes, room, len(best) - 1, tight=False)
         if fewer is None:
             break
         best = fewer
     return best
 
 
-Score = Callable[[np.ndarray, np.ndarray, float, float], np.ndarray]
-
-
-def _tightest(free_a: np.ndarray, free_b: np.ndarray, a: float, b: float) -> np.ndarray:
-    return -np.maximum(free_a - a, free_b - b)  # the larger of the two gaps that would be left
-
-
-def _aligned(free_a: np.ndarray, free_b: np.ndarray, a: float, b: float) -> np.ndarray:
-    return free_a * a + free_b * b
-
-
-def _place(a: list[float], b: list[float], order: list[int], most: int, score: Score) -> list[list[int]] | None:
-    """Rows of examples, at most so many; `_tightest` opens them one by one, `_aligned` all at once."""
-    opened = 1 if score is _tightest else most
-    free_a, free_b = np.ones(most), np.ones(most)
-    found: list[list[int]] = [[] for _ in range(most)]
-    for i in order:
+def _place(
+    sizes: Sequence[tuple[int, np.uint64, np.uint64]], room: int, most: int, tight: bool
+) -> list[list[int]] | None:
+    """Rows of examples, at most so many: opened one by one where the tightest is sought, or all at once."""
+    opened = 1 if tight else most
+    free_a, free_b = np.full((2, most), room, dtype=np.uint64)
+    rows: list[list[int]] = [[] for _ in range(most)]
+    for i, a, b in sizes:
         space_a, space_b = free_a[:opened], free_b[:opened]
-        fits = (space_a >= a[i] - 1e-9) & (space_b >= b[i] - 1e-9)
-        row = int(np.where(fits, score(space_a, space_b, a[i], b[i]), -np.inf).argmax())
-        if not fits[row]:
+        left = np.maximum(space_a - a, space_b - b)  # of the emptier stream; huge where there is no room
+        if tight:
+            row = int(left.argmin())
+        else:
+            row = int(np.where(left <= room, space_a * float(a) + space_b * float(b), -1.0).argmax())
+        if left[row] > room:
             if opened == most:
                 return None
             row, opened = opened, opened + 1
-        free_a[row] -= a[i]
-        free_b[row] -= b[i]
-        found[row].append(i)
-    return [row for row in found if row]
+        free_a[row] -= a
+        free_b[row] -= b
+        rows[row].append(i)
+    return [row for row in rows if row]
 
 
 def collate(
@@ -169,7 +164,7 @@ def collate(
     pad_id: int,
     predictions: int | None = None,
 ) -> Batch:
-    """Write packed examples into arrays. An empty list in ``rows`` is an empty row.
+    """Packed examples as arrays. An empty list in ``rows`` is an empty row.
 
     With ``predictions`` the batch tells so many slots of each row, its labelled ones first, for a head that looks at
     these alone; 0: as many as the row with most labels has.
@@ -182,29 +177,84 @@ def collate(
     >>> batch.target_ids, batch.labels, batch.target_positions, batch.example_ids
     (array([[0, 8, 0, 9]]), array([[8, 1, 9, 1]]), array([[0, 1, 0, 1]]), array([[40, 41]]))
     """
-    count, most = len(rows), max([1, *(len(row) for row in rows)])
-    source_ids, target_ids = np.full((count, source_row), pad_id), np.full((count, target_row), pad_id)
-    labels = np.full((count, target_row), IGNORE)
-    source_segments = np.zeros((count, source_row), dtype=np.int64)
-    target_segments, positions, types = (np.zeros((count, target_row), dtype=np.int64) for _ in range(3))
-    example_ids, pairs = np.full((count, most), -1), np.full((count, most), IGNORE)
-    for r, row in enumerate(rows):
-        s = t = 0
-        for segment, i in enumerate(row, 1):
-            feature = features[i]
-            source, target = slice(s, s + len(feature.source)), slice(t, t + len(feature.inputs))
-            source_ids[r, source], source_segments[r, source] = feature.source, segment
-            target_ids[r, target], target_segments[r, target] = feature.inputs, segment
-            positions[r, target], labels[r, target] = np.arange(len(feature.inputs)), feature.labels
-            if feature.types is not None:
-                types[r, target] = feature.types
-            example_ids[r, segment - 1], pairs[r, segment - 1] = ids[i], feature.pair
-            s, t = source.stop, target.stop
+    return gather(features, ids, Cut(rows, source_row, target_row), pad_id, predictions).batch()
+
+
+def gather(
+    features: Sequence[Feature], ids: Sequence[int] | np.ndarray, cut: Cut, pad_id: int, predictions: int | None
+) -> Packed:
+    """What `collate` lays out: the examples of one micro-batch out of those of a step."""
+    order = [i for row in cut.rows for i in row]
+    source, inputs, labels, types, pairs = zip(*(features[i] for i in order), strict=True)
     typed = any(feature.types is not None for feature in features)
     paired = any(feature.pair != IGNORE for feature in features)
-    arrays = source_ids, source_segments, target_ids, target_segments, positions, labels, example_ids
-    told = None if predictions is None else _labelled(labels, predictions)
-    return Batch(*arrays, types if typed else None, pairs if paired else None, told)
+    every = (np.zeros(len(x), np.int64) if t is None else t for x, t in zip(inputs, types, strict=True))
+    return Packed(
+        np.array([len(row) for row in cut.rows]),
+        np.array([[len(x) for x in source], [len(x) for x in inputs]]),
+        (cut.source_row, cut.target_row),
+        np.asarray(ids)[order],
+        np.concatenate(source),
+        np.concatenate(inputs),
+        np.concatenate(labels),
+        np.concatenate([*every]) if typed else None,
+        np.array(pairs) if paired else None,
+        pad_id,
+        predictions,
+    )
+
+
+class Packed(NamedTuple):
+    """A micro-batch as it travels, without padding: what its examples hold, one after the other, row by row."""
+
+    counts: np.ndarray  # [R], the examples of each row
+    sizes: np.ndarray  # [2, examples], the slots of each in both streams
+    widths: tuple[int, int]  # of the rows, S and T
+    ids: np.ndarray
+    source: np.ndarray
+    inputs: np.ndarray
+    labels: np.ndarray
+    types: np.ndarray | None
+    pairs: np.ndarray | None
+    pad_id: int
+    predictions: int | None
+
+    def batch(self) -> Batch:
+        """The rows laid out."""
+        rows, segments = np.repeat(np.arange(len(self.counts)), self.counts), 1 + _within(self.counts)
+        taken = (np.bincount(rows, sizes, len(self.counts)).astype(int) for sizes in self.sizes)
+        in_source, in_target = (np.arange(s) < full[:, None] for full, s in zip(taken, self.widths, strict=True))
+        in_examples = np.arange(max(1, self.counts.max())) < self.counts[:, None]
+        source, target = self.sizes
+        labels = _laid(self.labels, in_target, IGNORE)
+        return Batch(
+            _laid(self.source, in_source, self.pad_id),
+            _laid(np.repeat(segments, source), in_source, 0),
+            _laid(self.inputs, in_target, self.pad_id),
+            _laid(np.repeat(segments, target), in_target, 0),
+            _laid(_within(target), in_target, 0),
+            labels,
+            _laid(self.ids, in_examples, -1),
+            None if self.types is None else _laid(self.types, in_target, 0),
+            None if self.pairs is None else _laid(self.pairs, in_examples, IGNORE),
+            None if self.predictions is None else _labelled(labels, self.predictions),
+        )
+
+
+def _within(counts: np.ndarray) -> np.ndarray:
+    """Numbers from 0, anew for each of the counts.
+
+    >>> _within(np.array([2, 3]))
+    array([0, 1, 0, 1, 2])
+    """
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _laid(values: np.ndarray, where: np.ndarray, empty: int) -> np.ndarray:
+    """An array of what is empty but where the values are, row by row."""
+    found = np.full(where.shape, empty)
+    found[where] = values
+    return found
 
 
 def _labelled(labels: np.ndarray, count: int) -> np.ndarray:
@@ -216,7 +266,7 @@ def _labelled(labels: np.ndarray, count: int) -> np.ndarray:
 class Cut(NamedTuple):
     """One micro-batch: its rows of examples, and how long both streams' rows are."""
 
-    rows: list[list[int]]
+    rows: Sequence[Sequence[int]]
     source_row: int
     target_row: int
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -25,8 +25,11 @@ class Shard(Protocol):
     def ids(self, start: int, stop: int) -> np.ndarray:
         """What stands from one place to another."""
 
-    def span(self, i: int) -> tuple[int, int]:
-        """Where sequence ``i`` begins and ends."""
+    def spans(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where each of these sequences begins, and where it ends."""
+
+    def many(self, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        """What stands from each of these places to another."""
 
 
 class Memory:
@@ -48,8 +51,11 @@ class Memory:
     def ids(self, start: int, stop: int) -> np.ndarray:
         return self._ids[start:stop]
 
-    def span(self, i: int) -> tuple[int, int]:
-        return int(self._offsets[i]), int(self._offsets[i + 1])
+    def spans(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._offsets[index], self._offsets[index + 1]
+
+    def many(self, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        return [self._ids[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
 class Digest:
@@ -84,6 +90,8 @@ class Ragged:
     >>> lists = Ragged.of([[5, 6, 1], [7, 1]], vocab_size=384)
     >>> lists[1], lists.sizes(np.array([1, 0])), lists[1].dtype, lists.longest
     (array([7, 1], dtype=uint16), array([2, 3]), dtype('uint16'), 3)
+    >>> lists.many(np.array([1, 0]))
+    [array([7, 1], dtype=uint16), array([5, 6, 1], dtype=uint16)]
     >>> lists.tokens(2, 4), lists.locate(3), len(lists), lists.total
     (array([1, 7], dtype=uint16), (1, 0), 2, 5)
     >>> [part[0].tolist() for part in lists.parted(np.array([0]))]
@@ -134,14 +142,29 @@ class Ragged:
 
     def __getitem__(self, i: int) -> np.ndarray:
         shard, local = self.place(i)
-        found = self.shards[shard]
-        return found.ids(*found.span(local))
+        return self.shards[shard].ids(*self.shards[shard].offsets(local, local + 1).tolist())
+
+    def many(self, index: np.ndarray) -> list[np.ndarray]:
+        """The sequences of these numbers, read together."""
+        found: dict[int, np.ndarray] = {}
+        for shard, mine, local in self._by_shard(index):
+            found |= zip(mine.tolist(), shard.many(*shard.spans(local)), strict=True)
+        return [found[k] for k in range(len(index))]
 
     def sizes(self, index: np.ndarray) -> np.ndarray:
         """How many tokens each of these has."""
-        places = (self.place(i) for i in index.tolist())
-        spans = (self.shards[shard].span(local) for shard, local in places)
-        return np.array([stop - start for start, stop in spans], dtype=np.int64)
+        found = np.zeros(len(index), dtype=np.int64)
+        for shard, mine, local in self._by_shard(index):
+            starts, stops = shard.spans(local)
+            found[mine] = stops - starts
+        return found
+
+    def _by_shard(self, index: np.ndarray) -> Iterator[tuple[Shard, np.ndarray, np.ndarray]]:
+        """Of each shard that has some of these sequences: which of them, and their numbers there."""
+        shards, local = self.places(index)
+        for shard in np.unique(shards).tolist():
+            mine = np.flatnonzero(shards == shard)
+            yield self.shards[shard], mine, local[mine]
 
     @property
     def lengths(self) -> np.ndarray:
@@ -174,7 +197,7 @@ class Ragged:
 
     def parted(self, held: np.ndarray) -> tuple[Ragged, Ragged]:
         """The sequences without some of them, whose numbers are given in order, and these."""
-        places = np.array([self.place(i) for i in held.tolist()], dtype=np.int64).reshape(-1, 2)
+        places = np.stack(self.places(held), axis=1)
         rest = []
         for shard, first, last in self.runs.tolist():
             inside = places[(places[:, 0] == shard) & (places[:, 1] >= first) & (places[:, 1] < last), 1]
@@ -189,8 +212,13 @@ class Ragged:
         if self._only:
             return self._only[0], self._only[1] + i
         run = int(np.searchsorted(self._ends, i, side="right"))
-        shard, first, _ = self.runs[run].tolist()
-        return shard, i - (int(self._ends[run - 1]) if run else 0) + first
+        shard, _, last = self.runs[run].tolist()
+        return shard, i - int(self._ends[run]) + last
+
+    def places(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The shard that each of these sequences is in, and its number there."""
+        run = np.searchsorted(self._ends, index, side="right")
+        return self.runs[run, 0], index - self._ends[run] + self.runs[run, 2]
 
     def _offset(self, shard: int, local: int) -> int:
         return int(self.shards[shard].offsets(local, local)[0])

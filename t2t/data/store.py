@@ -17,13 +17,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,7 +37,6 @@ VERSION = 1
 SHARD_BYTES = 2**30
 MOST_OPEN = 128
 _END = np.dtype("<i8")
-_ONE, _TWO = struct.Struct("<q"), struct.Struct("<qq")
 _NOTHING = np.zeros(0, dtype=np.int64)
 _PLACE = np.dtype([("file", "<u4"), ("line", "<u8"), ("words", "<u4")])
 
@@ -62,6 +61,9 @@ class _Files:
         self._lock = threading.Lock()
 
     def read(self, file: str, start: int, count: int) -> bytes:
+        return self.read_many(file, [start], [count])[0]
+
+    def read_many(self, file: str, starts: Sequence[int], counts: Sequence[int]) -> list[bytes]:
         with self._lock:
             handle = self._handles.pop(file, None)
             if handle is None:
@@ -69,10 +71,14 @@ class _Files:
                     os.close(self._handles.pop(next(iter(self._handles))))
                 handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             self._handles[file] = handle
-            found = os.pread(handle, count, start)
-        while len(found) < count:  # a signal, or more than the system gives at once
-            with self._lock:
-                more = os.pread(handle, count - len(found), start + len(found))
+            found = [*map(os.pread, repeat(handle), counts, starts)]
+            if sum(map(len, found)) < sum(counts):  # a signal, or more than the system gives at once
+                found = [self._rest(handle, file, *part) for part in zip(found, starts, counts, strict=True)]
+        return found
+
+    def _rest(self, handle: int, file: str, found: bytes, start: int, count: int) -> bytes:
+        while len(found) < count:
+            more = os.pread(handle, count - len(found), start + len(found))
             if not more:
                 raise InputError(f"{file}: is shorter than its manifest says: remove {Path(file).parent}")
             found += more
@@ -102,15 +108,22 @@ class FileShard:
 
     def ids(self, start: int, stop: int) -> np.ndarray:
         """What stands from one place to another."""
-        width = 2 if self.dtype == "<u2" else 4
-        return np.frombuffer(_files.read(f"{self.name}.ids", width * start, width * (stop - start)), self.dtype)
+        (found,) = self.many(np.array([start]), np.array([stop]))
+        return found
 
-    def span(self, i: int) -> tuple[int, int]:
-        """Where sequence ``i`` begins and ends."""
-        if not i:
-            return 0, _ONE.unpack(_files.read(f"{self.name}.ends", 0, 8))[0]
-        start, stop = _TWO.unpack(_files.read(f"{self.name}.ends", 8 * (i - 1), 16))
-        return start, stop
+    def spans(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where each of these sequences begins, and where it ends."""
+        firsts = np.maximum(index - 1, 0)
+        counts = index + 1 - firsts  # of the first of all, its end alone
+        found = _files.read_many(f"{self.name}.ends", (8 * firsts).tolist(), (8 * counts).tolist())
+        ends, last = np.frombuffer(b"".join(found), _END), np.cumsum(counts) - 1
+        return np.where(index > 0, ends[last - 1], 0), ends[last]
+
+    def many(self, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        """What stands from each of these places to another."""
+        width = 2 if self.dtype == "<u2" else 4
+        found = _files.read_many(f"{self.name}.ids", (width * starts).tolist(), (width * (stops - starts)).tolist())
+        return [np.frombuffer(part, self.dtype) for part in found]
 
 
 class Table(ABC):

@@ -35,7 +35,7 @@ from t2t.data.blocks import WHOLE, Block, BlockReader, Place, Share, blocks
 from t2t.data.chat import Chat, Conversation, Template
 from t2t.data.loader import SAMPLED_EXAMPLES, Loader, become_reader, in_advance, read_step
 from t2t.data.objectives import Objective, Prompted
-from t2t.data.packing import Batch, Feature
+from t2t.data.packing import Batch, Feature, Packed
 from t2t.data.remote import is_remote
 from t2t.data.sources import Reader, format_of, parsed, resolve
 from t2t.data.splits import chosen_objective
@@ -231,9 +231,14 @@ class Sample:
 class Made(NamedTuple):
     """A member's step: its micro-batches, where the member stands after it, and the bad lines met on the way."""
 
-    batches: list[Batch]
+    packed: list[Packed]
     cursor: Cursor
     bad: list[str]
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The micro-batches laid out."""
+        return [packed.batch() for packed in self.packed]
 
 
 class Member:
@@ -315,10 +320,10 @@ class Member:
 class Maker:
     """What a reader's process does: takes a share of each of its steps and packs it."""
 
-    def __init__(self, member: Member, share: int, pack: Callable[[Sequence[Feature], Sequence[int]], list[Batch]]):
+    def __init__(self, member: Member, share: int, pack: Callable[[Sequence[Feature], Sequence[int]], list[Packed]]):
         self.member, self.share, self.pack = member, share, pack
 
-    def step(self, step: int) -> Made:
+    def read(self, step: int) -> Made:
         """The next step, whatever its number: a reader's steps come in their order."""
         numbers, features = self.member.take(self.share)
         bad, self.member.bad = self.member.bad, []
@@ -363,7 +368,7 @@ class Stream(Loader):
 
         def submit(n: int) -> Future[Made]:
             pool = pools[n % len(pools)]
-            return pool.submit(read_step, n) if self.readers else pool.submit(makers[0].step, n)
+            return pool.submit(read_step, n) if self.readers else pool.submit(makers[0].read, n)
 
         try:
             for n, made in enumerate(in_advance(submit, start, stop, 2 * self.readers + 2), start):

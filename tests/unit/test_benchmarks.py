@@ -270,6 +270,18 @@ def test_the_best_of_the_peer_is_compared_in_turns(data_bench, tmp_path):
     assert "resume a stream" in data_bench.render(found["rows"])
 
 
+def test_one_case_is_measured_alone(data_bench, tmp_path):
+    def run(job):
+        jobs.append(job.case)
+        return {"tokens_per_s": 1.0}
+
+    for only, stored in (("prepare", 0), ("loader", 2), ("streaming", 0)):
+        jobs = []
+        found = data_bench.compare(tmp_path, "tokenizer", data_bench.SMOKE, run, only)
+        assert {row["case"] for row in found["rows"]} == {only} == set(jobs[stored:])
+        assert jobs[:stored] == ["prepare"] * stored
+
+
 @pytest.mark.parametrize("arguments", [[], ["FOLDER", "--rounds", "0"], ["FOLDER", "--megabytes", "-1"]])
 def test_bad_arguments_of_the_data_benchmark_exit_with_2(data_bench, novels, arguments):
     with pytest.raises(SystemExit) as error:

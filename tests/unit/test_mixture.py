@@ -200,6 +200,7 @@ def test_a_mixture_has_the_examples_of_its_tasks() -> None:
     index = np.array([7, 0, 4, 2, 5, 3])
     assert [side.tolist() for side in mixture.sizes(index)] == [[3, 1, 1, 3, 1, 1], [1] * 6]
     assert [int(mixture.feature(i, 0).labels[0]) for i in range(8)] == [*range(8)]
+    assert [int(f.labels[0]) for f in mixture.features(np.array([5, 0, 7, 0, 3]), iter(range(5)))] == [5, 0, 7, 0, 3]
     assert mixture.tell(4) == {"task": "t1", "where": "x:4"}
     prints = {mixed((4, 1, 3), [1, 2, 3]).fingerprint, mixed((4, 1, 3), [3, 2, 1]).fingerprint}
     renamed = Mixture({name.upper(): task for name, task in mixture.tasks.items()}, mixture.weights)

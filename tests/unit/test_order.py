@@ -43,6 +43,17 @@ def test_every_example_comes_to_every_place() -> None:
     assert counts.max() < 266
 
 
+@pytest.mark.parametrize("size", [1, order.BLOCK, 3 * order.BLOCK - 7])
+def test_a_window_is_a_part_of_the_permutation(size: int) -> None:
+    whole = order.permuted(np.arange(size), size, seed=3)
+    for start in (0, 5, order.BLOCK - 1, order.BLOCK, 2 * order.BLOCK + 9):
+        for stop in (start + 1, order.BLOCK, order.BLOCK + 2, size):
+            if start < stop <= size:
+                found = order.window(start, stop, size, seed=3)
+                assert np.array_equal(found, whole[start:stop])
+                found[:] = -1  # nobody else's
+
+
 def test_positions_are_left_as_they_are() -> None:
     positions = np.arange(5)
     order.permuted(positions, 5, seed=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -10,7 +11,19 @@ import torch
 
 from t2t.data import packing
 from t2t.data.loader import step_examples
-from t2t.data.packing import IGNORE, Feature, RowShape, collate, cut_flat, cut_static, measure, pack, pick_rows
+from t2t.data.packing import (
+    IGNORE,
+    Cut,
+    Feature,
+    RowShape,
+    collate,
+    cut_flat,
+    cut_static,
+    gather,
+    measure,
+    pack,
+    pick_rows,
+)
 from t2t.models.t5 import T5Config
 
 Lengths = tuple[np.ndarray, np.ndarray]
@@ -54,6 +67,7 @@ def test_whole_rows_and_no_examples() -> None:
     assert pack(np.array([], dtype=int), np.array([], dtype=int), 7, 7) == []
     # Sums of thirds are not exact in floating point.
     assert len(pack(np.full(9, 1), np.full(9, 1), 3, 3)) == 3
+    assert len(pack(np.full(9, 10**6), np.full(9, 10**6), 3 * 10**6, 3 * 10**6 + 1)) == 3
 
 
 def test_an_example_longer_than_its_row_is_our_own_error() -> None:
@@ -89,6 +103,20 @@ def test_collate_writes_every_token_once(seed: int) -> None:
     assert batch.tokens == source.sum() + target.sum()
     assert not batch.source_segments[-1].any()
     assert (batch.example_ids[-1] == -1).all()
+
+
+def test_a_micro_batch_travels_without_padding() -> None:
+    none, ids = np.zeros(0, dtype=np.uint16), np.arange(10, dtype=np.uint16)
+    features = [Feature(none, ids, ids), Feature(none, ids[:4], ids[:4], types=ids[:4], pair=1)]
+    packed = gather(features, [3, 4], Cut([[1], [], [0]], 0, 10**4), pad_id=0, predictions=None)
+    sent = pickle.dumps(packed)
+    assert len(sent) < 2000
+    expected = collate(features, [3, 4], [[1], [], [0]], source_row=0, target_row=10**4, pad_id=0)
+    np.testing.assert_equal(vars(pickle.loads(sent).batch()), vars(expected))
+    assert expected.target_types is not None and expected.target_types[:, :5].tolist() == [
+        [0, 1, 2, 3, 0],
+        *[[0] * 5] * 2,
+    ]
 
 
 def test_collate_tells_the_sentences_of_pairs_apart() -> None:

@@ -23,7 +23,7 @@ from t2t.config import Data
 from t2t.config import load as load_config
 from t2t.data import prepare, store
 from t2t.data.loader import Loader, pick_shape
-from t2t.data.objectives import Objective
+from t2t.data.objectives import Objective, features_of
 from t2t.data.packing import slots
 from t2t.data.splits import read_splits
 from t2t.data.tables import Splits
@@ -83,7 +83,10 @@ def told(examples: Objective | None) -> list[Any]:
     """All that an objective says."""
     if examples is None:
         return []
-    features = [dataclasses.astuple(examples.feature(i, seed=i)) for i in range(len(examples))]
+    features = [examples.feature(i, seed=i) for i in range(len(examples))]
+    shuffled = np.random.default_rng(0).integers(len(examples), size=2 * len(examples))
+    for i, feature in zip(shuffled, features_of(examples, shuffled, iter(shuffled.tolist())), strict=True):
+        np.testing.assert_equal(tuple(feature), tuple(features[i]))
     whole = [[None if part is None else np.asarray(part).tolist() for part in feature] for feature in features]
     sizes = [side.tolist() for side in examples.sizes(np.arange(len(examples)))]
     return [whole, sizes, examples.longest, examples.fingerprint, examples.words, examples.tell(len(examples) - 1)]

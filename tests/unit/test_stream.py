@@ -94,7 +94,7 @@ def numbers_of(batches: list[Batch]) -> list[int]:
 def in_turn(stream: Stream, cursors: Sequence[Cursor], start: int, stop: int) -> list[Made]:
     """A rank's steps made here, by its readers in their turn."""
     makers = [stream._maker(w, cursor) for w, cursor in enumerate(cursors)]
-    found = [makers[n % len(makers)].step(n) for n in range(start, stop)]
+    found = [makers[n % len(makers)].read(n) for n in range(start, stop)]
     for maker in makers:
         maker.member.close()
     return found
