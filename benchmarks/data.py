@@ -412,7 +412,7 @@ def _data(job: Job) -> Data:
 def _tokenizer(job: Job) -> HuggingFace:
     from t2t.data import tokens
 
-    found = tokens.load(job.tokenizer)
+    found = tokens.light(job.tokenizer)
     assert isinstance(found, tokens.HuggingFace)
     return found
 

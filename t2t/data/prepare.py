@@ -139,7 +139,7 @@ class Maker:
         own = [spec for spec in (*self.data.source_transforms, *self.data.target_transforms) if ":" in spec]
         return {
             "files": [_identity(file) for file in files],
-            "tokenizer": self.tokenizer.fingerprint,
+            "tokenizer": [self.tokenizer.fingerprint, self.tokenizer.eos_id],
             "objective": self.name,
             "model": [self.kind, self.start_id],
             "settings": settings,

@@ -14,6 +14,8 @@ from t2t.data.packing import Feature
 from t2t.data.ragged import Ragged
 
 NOTHING = np.zeros(0, dtype=np.int64)
+GROUP = 16
+"""Documents of which one number is kept, to find a piece of theirs."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class DocumentLM:
     """The next token, of documents that never see one another: each begins after the start token and ends with the end.
 
     A document longer than ``block`` is cut into pieces; a piece begins with the last token of the one before, so that
-    every token is predicted once. A number a document is kept, to find its pieces.
+    every token is predicted once. A number is kept for every `GROUP` documents, to find their pieces.
 
     >>> documents = Documents(Ragged.of([[5, 6, 7, 1], [8, 1]], vocab_size=384), ("a.txt:1", "a.txt:2"), words=2)
     >>> examples = DocumentLM(documents, start_id=2, block=3)
@@ -56,15 +58,17 @@ class DocumentLM:
         self.words = documents.words
         self.fingerprint = f"{documents.fingerprint}-lm-{block}"
         self.longest = 0, min(block, documents.tokens.longest)
-        self._ends = np.cumsum(-(-documents.tokens.lengths // block))
+        parts = [self._pieces(start, start + 1024 * GROUP) for start in range(0, len(documents), 1024 * GROUP)]
+        groups = [np.add.reduceat(part, np.arange(0, len(part), GROUP)) for part in parts]
+        self._ends = np.cumsum(np.concatenate([NOTHING, *groups]))  # of the groups, in pieces
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def sizes(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The slots that each piece takes in both streams."""
-        places = [self._place(i) for i in index.tolist()]
-        left = [len(self.documents.tokens[document]) - start for document, start in places]
+        places = np.array([self._place(i) for i in index.tolist()], dtype=np.int64).reshape(-1, 2)
+        left = self.documents.tokens.sizes(places[:, 0]) - places[:, 1]
         return np.zeros(len(index), dtype=np.int64), np.minimum(left, self.block)
 
     def feature(self, i: int, seed: int) -> Feature:
@@ -82,9 +86,29 @@ class DocumentLM:
         return {"where": f"{self.documents.where[document]}, from token {start}", "text": text}
 
     def _place(self, i: int) -> tuple[int, int]:
-        document = int(np.searchsorted(self._ends, i, side="right"))
-        first = int(self._ends[document - 1]) if document else 0
-        return document, (i - first) * self.block
+        """The document that piece ``i`` is of, and where in it the piece begins."""
+        group = int(np.searchsorted(self._ends, i, side="right"))
+        within = i - (int(self._ends[group - 1]) if group else 0)
+        ends = np.cumsum(self._pieces(group * GROUP, (group + 1) * GROUP))
+        document = int(np.searchsorted(ends, within, side="right"))
+        first = int(ends[document - 1]) if document else 0
+        return group * GROUP + document, (within - first) * self.block
+
+    def _pieces(self, start: int, stop: int) -> np.ndarray:
+        """How many pieces each of some documents has."""
+        return -(-lengths(self.documents.tokens, start, min(stop, len(self.documents))) // self.block)
+
+
+def lengths(tokens: Ragged, start: int, stop: int) -> np.ndarray:
+    """How long sequences ``start`` to ``stop`` are, by one reading where they lie side by side.
+
+    >>> lengths(Ragged.of([[5, 6, 1], [7], [8, 1]], vocab_size=384), 1, 3)
+    array([1, 2])
+    """
+    (shard, first), (other, last) = tokens.place(start), tokens.place(stop - 1)
+    if shard == other and last - first == stop - 1 - start:
+        return np.diff(tokens.shards[shard].offsets(first, last + 1))
+    return tokens.sizes(np.arange(start, stop))
 
 
 class Windows:

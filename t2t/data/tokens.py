@@ -6,15 +6,16 @@ import hashlib
 import json
 import pickle
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from t2t.data import fast
 from t2t.data.ragged import Memory, Ragged, id_type
 from t2t.data.tasks import Example, Messages
 from t2t.errors import InputError
@@ -118,37 +119,51 @@ class Bytes:
 
 
 class HuggingFace:
-    """A tokenizer of `transformers`, from a folder, a hub name or a bare SentencePiece file."""
+    """A tokenizer of `transformers`, from a folder, a hub name or a bare SentencePiece file.
 
-    def __init__(self, tokenizer: Any, name: str) -> None:
+    ``inner`` is made by ``opens`` when it is asked for, where ``tokenizer`` is only what encoding needs (`fast.Fast`).
+    """
+
+    def __init__(self, tokenizer: Any, name: str, opens: Callable[[], Any] | None = None) -> None:
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id  # BERT has [SEP]
         if end is None:
             raise InputError(f"{name}: the tokenizer has no end token")
-        self.inner = tokenizer
+        if opens is None:
+            self.inner = tokenizer
+        self._opens = opens
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
         self.fast = self._fast is not None
         self.eos_id: int = end
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
-        self.vocab_size = len(tokenizer)
-        names = [f"<extra_id_{i}>" for i in range(1000)]
-        vocabulary = tokenizer.get_vocab()
-        self.sentinels = [vocabulary[name] for name in names if name in vocabulary]
-        content = self._fast.to_str() if self._fast is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+        self._marks = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
+        self._special_ids = tokenizer.all_special_ids
+        if self._fast is not None:
+            self._fast.no_truncation()
+            self._fast.no_padding()
+            content, whole = self._fast.to_str(), self._fast.encode("a").ids
+            added, find = self._fast.get_added_tokens_decoder(), self._fast.token_to_id
+        else:
+            vocabulary = tokenizer.get_vocab()
+            content, whole = json.dumps(sorted(vocabulary.items())), tokenizer("a")["input_ids"]
+            added, find = tokenizer.added_tokens_decoder, vocabulary.get
+        self.vocab_size = self._fast.get_vocab_size() if self._fast is not None else len(tokenizer)
+        self.sentinels = [i for n in range(1000) if (i := find(f"<extra_id_{n}>")) is not None]
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
-        self.specials = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.starts: Sequence[int] = _before(tokenizer("a")["input_ids"], self.encode("a"))
+        self.specials = {str(token): i for i, token in added.items() if token.special}
+        self.starts: Sequence[int] = _before(whole, self.encode("a"))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process: there ``inner`` is unpacked when it is asked for, as importing transformers is slow."""
+        """For another process, which makes ``inner`` when it is asked for, as importing transformers is slow."""
         state = dict(self.__dict__)
         if self._fast is not None and "inner" in state:
-            state["_packed"] = pickle.dumps(state.pop("inner"))
+            state["_opens"] = partial(pickle.loads, pickle.dumps(state.pop("inner")))
         return state
 
     def __getattr__(self, name: str) -> Any:
-        if name != "inner" or "_packed" not in self.__dict__:
+        opens = self.__dict__.get("_opens")
+        if name != "inner" or opens is None:
             raise AttributeError(name)
-        self.inner = pickle.loads(self.__dict__.pop("_packed"))
+        self.inner = opens()
         return self.inner
 
     def render(self, messages: Messages, prompt: bool) -> str:
@@ -158,12 +173,12 @@ class HuggingFace:
 
     @cached_property
     def marks(self) -> Marks | None:
-        ids = self.inner.cls_token_id, self.inner.sep_token_id, self.inner.mask_token_id
-        if None in ids:
+        if None in self._marks:
             return None
         ordinary = np.ones(self.vocab_size, dtype=bool)
-        ordinary[self.inner.all_special_ids] = False
-        return Marks(*ids, ordinary, _continues(self.inner.convert_ids_to_tokens(range(self.vocab_size))))
+        ordinary[self._special_ids] = False
+        name = self._fast.id_to_token if self._fast is not None else self.inner.convert_ids_to_tokens
+        return Marks(*self._marks, ordinary, _continues([name(i) for i in range(self.vocab_size)]))
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -230,9 +245,25 @@ def load(spec: str) -> Tokenizer:
     >>> load("bytes").vocab_size
     384
     """
+    return Bytes() if _is_bytes(spec) else HuggingFace(_opened(spec), spec)
+
+
+def light(spec: str) -> Tokenizer:
+    """The same tokenizer, which leaves `transformers` out until something besides encoding is asked of it.
+
+    Where only `transformers` can tell what its files make (`t2t.data.fast`), it is there from the beginning.
+    """
+    found = None if _is_bytes(spec) else fast.read(Path(spec))
+    return load(spec) if found is None else HuggingFace(found, spec, partial(_opened, spec))
+
+
+def _is_bytes(spec: str) -> bool:
+    return spec == "bytes" or _class_in(Path(spec)) == "ByT5Tokenizer"
+
+
+def _opened(spec: str) -> Any:
+    """The tokenizer of `transformers`."""
     path = Path(spec)
-    if spec == "bytes" or _class_in(path) == "ByT5Tokenizer":
-        return Bytes()
     if path.suffix == ".gguf":
         return _auto(str(path.parent), spec, gguf_file=path.name)
     if path.is_file():
@@ -253,20 +284,20 @@ def _class_in(folder: Path) -> str | None:
     return settings.get("tokenizer_class") if isinstance(settings, dict) else None
 
 
-def _sentencepiece(path: Path) -> HuggingFace:
+def _sentencepiece(path: Path) -> Any:
     # transformers reads such a file only inside a folder that names the class; T5's has the ids that T5 models want.
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "spiece.model").write_bytes(path.read_bytes())
-        settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": 100}
+        settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": fast.SENTINELS}
         (Path(name) / "tokenizer_config.json").write_text(json.dumps(settings))
         return _auto(name, str(path))
 
 
-def _auto(source: str, name: str, **where: str) -> HuggingFace:
+def _auto(source: str, name: str, **where: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return HuggingFace(AutoTokenizer.from_pretrained(source, trust_remote_code=False, **where), name)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **where)
     except (OSError, ValueError, RuntimeError, ImportError, TypeError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
         raise InputError(f"model.tokenizer: cannot load {name}: {reason}") from error

@@ -26,6 +26,7 @@ from typing import Any
 
 from t2t.config import Data
 from t2t.data import tokens
+from t2t.data.fast import SENTINELS
 from t2t.data.sources import Reader, resolve
 from t2t.data.tasks import Task, pieces
 from t2t.errors import InputError, did_you_mean
@@ -36,7 +37,6 @@ STYLES = {"t5": ("unigram", "bpe"), "gpt2": ("bpe",), "bert": ("wordpiece",)}
 PIECE = 1000  # characters; sentencepiece passes over longer lines
 SAMPLE = 2_000_000  # pieces that sentencepiece holds in memory
 COVERAGE = 0.9999  # of all characters, the share that is in the alphabet
-SENTINELS = 100
 _END, _MARKS = "<|endoftext|>", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 _OF_KIND = {"unigram": "t5", "bpe": "gpt2", "wordpiece": "bert"}
 

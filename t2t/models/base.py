@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from t2t import kernels
-
-Kind = Literal["seq2seq", "causal", "masked"]
+from t2t.models.architectures import Kind
 
 
 class Rows(NamedTuple):
@@ -44,23 +43,6 @@ class Embedding(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         return kernels.embedding(ids, self.weight, self.tied)
-
-
-class OneStack:
-    """What the architectures of models without a decoder have in common."""
-
-    width: int
-    inner: int
-    num_heads: int
-    num_layers: Any  # a number; in GPT's config a property
-    attention_dropout: float
-
-    def activations(self, source: float, target: float, dense: bool, recomputed: bool) -> float:
-        """About how many numbers forward keeps for backward of a row; ``dense``: with scores of whole rows."""
-        token = (13 if dense else 10) * self.width + (3 if dense else 2) * self.inner
-        score = self.num_heads * ((2 if self.attention_dropout else 1) if dense else 1 + 2 * self.attention_dropout)
-        block = target * (token + score * target)
-        return self.num_layers * target * self.width + block if recomputed else self.num_layers * block
 
 
 class Cache(Protocol):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,67 +19,10 @@ from torch import Tensor, nn
 from t2t import kernels
 from t2t.errors import InputError
 from t2t.models.activations import ACTIVATIONS
-from t2t.models.base import Embedding, Kind, Model, OneStack, Rows
+from t2t.models.architectures import BertConfig, Kind
+from t2t.models.base import Embedding, Model, Rows
 
 CHUNK = 1024  # positions whose logits are held at once where they are judged
-
-
-@dataclass(frozen=True)
-class BertConfig(OneStack):
-    """The architecture, as far as the model needs it.
-
-    >>> BertConfig.from_huggingface({"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2}).width
-    8
-    """
-
-    vocab_size: int = 30522
-    positions: int = 512
-    types: int = 2
-    width: int = 768
-    num_heads: int = 12
-    num_layers: int = 12
-    inner: int = 3072
-    activation: str = "gelu"
-    dropout: float = 0.1
-    attention_dropout: float = 0.1
-    eps: float = 1e-12
-    tied: bool = True
-    initializer_range: float = 0.02
-    pad_id: int = 0
-    start_id: ClassVar[int] = 0  # nothing is decoded
-
-    def row_cost(self, source_row: int, target_row: int) -> float:
-        """Work of one packed row forward, in multiply-adds; row lengths are picked by it."""
-        block = 4 * self.width**2 + 2 * self.width * self.inner + 2 * self.width * target_row
-        return (self.num_layers * block + 0.15 * self.vocab_size * self.width) * target_row
-
-    @classmethod
-    def from_huggingface(cls, raw: Mapping[str, Any]) -> BertConfig:
-        """Read the fields of a Hugging Face ``config.json`` of model type bert."""
-        width, heads = raw.get("hidden_size", 768), raw.get("num_attention_heads", 12)
-        if width % heads:
-            raise InputError(f"config.json: num_attention_heads: {heads} heads do not divide hidden_size {width}")
-        activation = raw.get("hidden_act", "gelu")
-        if activation not in ACTIVATIONS:
-            raise InputError(f"config.json: hidden_act: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-        if raw.get("position_embedding_type", "absolute") != "absolute":
-            raise InputError("config.json: position_embedding_type: only absolute positions are supported")
-        return cls(
-            vocab_size=raw.get("vocab_size", 30522),
-            positions=raw.get("max_position_embeddings", 512),
-            types=raw.get("type_vocab_size", 2),
-            width=width,
-            num_heads=heads,
-            num_layers=raw.get("num_hidden_layers", 12),
-            inner=raw.get("intermediate_size", 3072),
-            activation=activation,
-            dropout=raw.get("hidden_dropout_prob", 0.1),
-            attention_dropout=raw.get("attention_probs_dropout_prob", 0.1),
-            eps=raw.get("layer_norm_eps", 1e-12),
-            tied=raw.get("tie_word_embeddings") is not False,
-            initializer_range=raw.get("initializer_range", 0.02),
-            pad_id=raw.get("pad_token_id") or 0,
-        )
 
 
 class Embeddings(nn.Module):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -21,111 +20,9 @@ from torch import Tensor, nn
 from t2t import kernels
 from t2t.errors import InputError
 from t2t.models.activations import ACTIVATIONS
-from t2t.models.base import Embedding, Kind, Model, OneStack, Rows
+from t2t.models.architectures import GPTConfig, Kind
+from t2t.models.base import Embedding, Model, Rows
 from t2t.models.cache import BeamCache, LayerCache, ending_together
-
-
-@dataclass(frozen=True)
-class GPTConfig(OneStack):
-    """The architecture, as far as the model needs it.
-
-    >>> raw = {"model_type": "gpt_neo", "num_layers": 4, "attention_types": [[["global", "local"], 2]]}
-    >>> GPTConfig.from_huggingface(raw).windows
-    (0, 256, 0, 256)
-    """
-
-    vocab_size: int = 50257
-    positions: int = 1024
-    width: int = 768
-    num_heads: int = 12
-    inner: int = 3072
-    windows: tuple[int, ...] = (0,) * 12  # of each layer: how many slots it looks back; 0: all
-    scales: tuple[float, ...] = (0.125,) * 12  # of each layer's scores
-    neo: bool = False
-    activation: str = "gelu_new"
-    embedding_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    dropout: float = 0.1
-    eps: float = 1e-5
-    tied: bool = True
-    initializer_range: float = 0.02
-    start_id: int = 50256
-    pad_id: int = 50256
-    eos_id: int = 50256
-
-    @property
-    def num_layers(self) -> int:
-        """How deep it is."""
-        return len(self.windows)
-
-    def row_cost(self, source_row: int, target_row: int) -> float:
-        """Work of one packed row forward, in multiply-adds; row lengths are picked by it."""
-        block = 4 * self.width**2 + 2 * self.width * self.inner
-        scores = sum(min(window, target_row) if window else target_row for window in self.windows)
-        return (self.num_layers * block + self.vocab_size * self.width + 2 * self.width * scores) * target_row
-
-    @classmethod
-    def from_huggingface(cls, raw: Mapping[str, Any]) -> GPTConfig:
-        """Read the fields of a Hugging Face ``config.json`` of model type gpt2 or gpt_neo."""
-        shared = {
-            "vocab_size": raw.get("vocab_size", 50257),
-            "activation": raw.get("activation_function", "gelu_new"),
-            "eps": raw.get("layer_norm_epsilon", 1e-5),
-            "tied": raw.get("tie_word_embeddings") is not False,
-            "initializer_range": raw.get("initializer_range", 0.02),
-        }
-        eos = raw.get("eos_token_id", 50256)
-        shared["eos_id"] = eos[0] if isinstance(eos, list) else eos
-        shared["start_id"] = shared["eos_id"] if raw.get("bos_token_id") is None else raw["bos_token_id"]
-        shared["pad_id"] = shared["eos_id"] if raw.get("pad_token_id") is None else raw["pad_token_id"]
-        if shared["activation"] not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise InputError(f"config.json: activation_function: {shared['activation']!r} is not one of {known}")
-        return cls(**shared, **(_neo(raw) if raw["model_type"] == "gpt_neo" else _gpt2(raw)))
-
-
-def _gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
-    width, heads, depth = raw.get("n_embd", 768), raw.get("n_head", 12), raw.get("n_layer", 12)
-    _check_heads(width, heads, "n_embd", "n_head")
-    scale = (width // heads) ** -0.5 if raw.get("scale_attn_weights", True) else 1.0
-    by_layer = raw.get("scale_attn_by_inverse_layer_idx", False)
-    return {
-        "positions": raw.get("n_positions", 1024),
-        "width": width,
-        "num_heads": heads,
-        "inner": raw.get("n_inner") or 4 * width,
-        "windows": (0,) * depth,
-        "scales": tuple(scale / (i + 1 if by_layer else 1) for i in range(depth)),
-        "embedding_dropout": raw.get("embd_pdrop", 0.1),
-        "attention_dropout": raw.get("attn_pdrop", 0.1),
-        "dropout": raw.get("resid_pdrop", 0.1),
-    }
-
-
-def _neo(raw: Mapping[str, Any]) -> dict[str, Any]:
-    width, heads, depth = raw.get("hidden_size", 2048), raw.get("num_heads", 16), raw.get("num_layers", 24)
-    _check_heads(width, heads, "hidden_size", "num_heads")
-    types = raw.get("attention_types", [[["global", "local"], 12]])
-    kinds = raw.get("attention_layers") or [kind for some, times in types for _ in range(times) for kind in some]
-    if len(kinds) != depth or set(kinds) - {"global", "local"}:
-        raise InputError(f"config.json: attention_types: gives {kinds}, where num_layers is {depth}")
-    return {
-        "positions": raw.get("max_position_embeddings", 2048),
-        "width": width,
-        "num_heads": heads,
-        "inner": raw.get("intermediate_size") or 4 * width,
-        "windows": tuple(raw.get("window_size", 256) if kind == "local" else 0 for kind in kinds),
-        "scales": (1.0,) * depth,
-        "neo": True,
-        "embedding_dropout": raw.get("embed_dropout", 0.0),
-        "attention_dropout": raw.get("attention_dropout", 0.0),
-        "dropout": raw.get("resid_dropout", 0.0),
-    }
-
-
-def _check_heads(width: int, heads: int, width_key: str, heads_key: str) -> None:
-    if width % heads:
-        raise InputError(f"config.json: {heads_key}: {heads} heads do not divide {width_key} {width}")
 
 
 class Matrix(nn.Module):

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from t2t.errors import InputError, did_you_mean
-from t2t.models.base import Kind, Model, OneStack, Rows
+from t2t.models.architectures import Kind, OneStack
+from t2t.models.base import Model, Rows
 from t2t.models.cache import ending_together
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,100 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from t2t import kernels
-from t2t.errors import InputError
 from t2t.models.activations import ACTIVATIONS
-from t2t.models.base import Embedding, Kind, Model, Rows
+from t2t.models.architectures import Kind, T5Config
+from t2t.models.base import Embedding, Model, Rows
 from t2t.models.cache import BeamCache, LayerCache
-
-
-@dataclass(frozen=True)
-class T5Config:
-    """The architecture, as far as the model needs it.
-
-    >>> T5Config.from_huggingface({"model_type": "t5", "d_model": 8, "feed_forward_proj": "gated-gelu"}).gated
-    True
-    """
-
-    vocab_size: int = 32128
-    d_model: int = 512
-    d_kv: int = 64
-    d_ff: int = 2048
-    num_layers: int = 6
-    num_decoder_layers: int = 6
-    num_heads: int = 8
-    buckets: int = 32
-    max_distance: int = 128
-    dropout: float = 0.1
-    eps: float = 1e-6
-    activation: str = "relu"
-    gated: bool = False
-    tied: bool = True
-    scale_outputs: bool = True
-    bias_everywhere: bool = False
-    start_id: int = 0
-    pad_id: int = 0
-    eos_id: int = 1
-    initializer_factor: float = 1.0
-
-    def row_cost(self, source_row: int, target_row: int) -> float:
-        """Work of one packed row forward, in multiply-adds; row lengths are picked by it."""
-        inner = self.num_heads * self.d_kv
-        feed = (3 if self.gated else 2) * self.d_model * self.d_ff
-        encoder = self.num_layers * (4 * self.d_model * inner + feed)
-        cross_memory = self.num_decoder_layers * 2 * self.d_model * inner
-        decoder = self.num_decoder_layers * (6 * self.d_model * inner + feed) + self.vocab_size * self.d_model
-        scores = self.num_layers * source_row**2 + self.num_decoder_layers * target_row * (target_row + source_row)
-        return (encoder + cross_memory) * source_row + decoder * target_row + 2 * inner * scores
-
-    def activations(self, source: float, target: float, dense: bool, recomputed: bool) -> float:
-        """About how many numbers forward keeps for backward of a row; ``dense``: with scores of whole rows."""
-        inner = self.num_heads * self.d_kv
-        feed = (6 if self.gated else 4) if dense else (5 if self.gated else 1)
-        token = (8 if dense else 5) * self.d_model + 4 * inner + feed * self.d_ff
-        score = self.num_heads * ((2 if self.dropout else 1) if dense else 1 + 2 * self.dropout)
-        encoder = source * (token + score * source)
-        decoder = target * (token + 4 * inner + score * (source + target))
-        if recomputed:
-            between = self.num_layers * source + self.num_decoder_layers * target
-            return between * self.d_model + max(encoder, decoder)
-        return self.num_layers * encoder + self.num_decoder_layers * decoder
-
-    @classmethod
-    def from_huggingface(cls, raw: Mapping[str, Any]) -> T5Config:
-        """Read the fields of a Hugging Face ``config.json`` of model type t5, mt5 or umt5."""
-        kind = raw["model_type"]
-        projection = raw.get("feed_forward_proj", "gated-gelu" if kind in ("mt5", "umt5") else "relu")
-        gate, _, activation = projection.rpartition("-")
-        activation = "gelu_new" if projection == "gated-gelu" else activation
-        if gate not in ("", "gated") or activation not in ACTIVATIONS:
-            known = ", ".join(f"[gated-]{name}" for name in ACTIVATIONS)
-            raise InputError(f"config.json: feed_forward_proj: {projection!r} is not one of {known}")
-        # transformers scales T5's outputs unless the config unties the head, umT5's always and mT5's never.
-        tied = raw.get("tie_word_embeddings") is not False
-        scale = {"t5": raw.get("scale_decoder_outputs", tied), "mt5": False, "umt5": True}[kind]
-        layers = raw.get("num_layers", 6 if kind == "t5" else 8)
-        return cls(
-            vocab_size=raw.get("vocab_size", {"t5": 32128, "mt5": 250112, "umt5": 250112}[kind]),
-            d_model=raw.get("d_model", 512),
-            d_kv=raw.get("d_kv", 64),
-            d_ff=raw.get("d_ff", 2048 if kind == "t5" else 1024),
-            num_layers=layers,
-            num_decoder_layers=raw.get("num_decoder_layers") or layers,
-            num_heads=raw.get("num_heads", 8 if kind == "t5" else 6),
-            buckets=raw.get("relative_attention_num_buckets", 32),
-            max_distance=raw.get("relative_attention_max_distance", 128),
-            dropout=raw.get("dropout_rate", 0.1),
-            eps=raw.get("layer_norm_epsilon", 1e-6),
-            activation=activation,
-            gated=gate == "gated",
-            tied=tied,
-            scale_outputs=scale,
-            bias_everywhere=kind == "umt5",
-            start_id=raw.get("decoder_start_token_id") or 0,
-            pad_id=raw.get("pad_token_id") or 0,
-            eos_id=raw.get("eos_token_id", 1),
-            initializer_factor=raw.get("initializer_factor", 1.0),
-        )
 
 
 class Norm(nn.Module):

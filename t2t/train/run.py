@@ -49,6 +49,7 @@ from t2t.optim.build import Optimizer, default_lr, schedule, state_bytes
 from t2t.parallel import ALONE, Ranks, joined
 from t2t.terminal import Preparing, Progress, human_bytes, human_count, table
 from t2t.train import evaluate, trackers
+from t2t.train.prepare import read_model_config, tokenizer_name
 from t2t.train.signals import StopRequest
 from t2t.train.step import Diverged, Map, StepResult, train_step
 from t2t.train.step import workers as worker_map
@@ -361,18 +362,8 @@ def _auto_micro_rows(shape: RowShape, device: torch.device, ranks: int = 1) -> i
 
 def load_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer that the config names, or the model folder's own."""
-    if not config.model.path and not config.model.tokenizer:
-        raise InputError('model.tokenizer: training from scratch needs one: "bytes", a folder, a SentencePiece file')
-    tokenizer = tokens.load(config.model.tokenizer or str(models.find(config.model.path)))
+    tokenizer = tokens.load(tokenizer_name(config))
     return tokens.extended(tokenizer, config.model.new_tokens)
-
-
-def read_model_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The Hugging Face config of the model to start from."""
-    own = config.model
-    if own.path:
-        return models.read_config(models.find(own.path))
-    return models.scratch_config(own.config, own.overrides, tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id)
 
 
 def load_model(
