@@ -12,7 +12,7 @@ quickstart: $(INSTALLED)
 	$(VENV)/bin/t2t quickstart $(ARGS)
 
 test: $(INSTALLED) lint
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
