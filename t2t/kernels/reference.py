@@ -6,7 +6,7 @@ Shapes: R rows, Q query slots, K key slots, H heads, C channels of a head, N tok
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -182,7 +182,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _turn_into_gradient(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+def turn_into_gradient(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
     """Each row's cross-entropy against its target; the logits become its gradient in place."""
     likelihood = torch.log_softmax(logits, -1, out=logits)
     loss = likelihood.gather(1, target[:, None])[:, 0] * (smoothing - 1)
@@ -199,7 +199,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Gradients are made in forward, chunk by chunk, from logits that are then dropped."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, smoothing, chunk, need_hidden, need_weight):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, bias, labels, smoothing, chunk, turn, need_hidden, need_weight):  # type: ignore[no-untyped-def]
         precise = wide(hidden.dtype)
         valid = labels != IGNORE
         # Rows without a label are left out of everything but their own row of logits.
@@ -212,7 +212,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             logits = hidden[rows] @ weight.T if bias is None else torch.addmm(bias, hidden[rows], weight.T)
             grad = logits.to(precise)
-            losses[rows] = _turn_into_gradient(grad, target[rows], smoothing) * count[rows]
+            losses[rows] = turn(grad, target[rows], smoothing) * count[rows]
             if not (need_hidden or need_weight):
                 continue
             if grad_bias is not None:
@@ -239,7 +239,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for own in grads:
             if own is not None:
                 own.mul_(grad)  # autograd casts it to the dtype of what it belongs to
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -249,6 +249,7 @@ def linear_cross_entropy(
     smoothing: float = 0.0,
     chunk: int | None = None,
     bias: Tensor | None = None,
+    turn: Callable[[Tensor, Tensor, float], Tensor] = turn_into_gradient,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of ``hidden @ weight.T + bias`` (hidden [N, D], weight [V, D]) against labels [N], -100 ignored.
 
@@ -262,4 +263,4 @@ def linear_cross_entropy(
     if chunk is None:
         chunk = max(128, LOGITS["cpu" if hidden.device.type == "cpu" else "gpu"] // weight.shape[0])
     needs = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, smoothing, chunk, *needs)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, smoothing, chunk, turn, *needs)

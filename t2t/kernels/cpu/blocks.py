@@ -19,17 +19,19 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from t2t.kernels import reference
-from t2t.kernels.cpu.dropout import dropped
+from t2t.kernels.cpu.segments import Segments
 
 SCORES = 64 * 64  # of a head: segments that make no more of them together share a block
 STEP = 64  # relative biases are made for lengths in such steps, so that few different ones are
 
 
 class Block(NamedTuple):
-    """Where queries and keys of a block begin and end in the flattened rows."""
+    """Where queries and keys of a block begin and end in the flattened rows, and which segments these are."""
 
     queries: slice
     keys: slice
+    first: int  # of its segments
+    end: int
 
 
 class Side:
@@ -54,6 +56,8 @@ class Side:
 class Blocks:
     """Which scores attention makes, and what it adds to them."""
 
+    segments: Segments
+    blocks: list[Block]
     queries: Side
     keys: Side
     biases: list[Tensor | None]  # [H or 1, Q, K] of each block
@@ -90,50 +94,38 @@ def attention_bias(
     (1, tensor([[ 0., 17.],
             [ 1.,  0.]]))
     """
-    numbers = int(max(query_segments.max(), key_segments.max())) + 1 if query_segments.numel() else 1
-    queries, keys = (_named(segments.numpy(), numbers) for segments in (query_segments, key_segments))
-    blocks = list(_blocks(queries, keys))
-    named = torch.from_numpy(queries)[None], torch.from_numpy(keys)[None]
-    masks = [reference.segment_mask(named[0][:, q], named[1][:, k], causal, window)[0] for q, k in blocks]
+    segments = Segments.of(query_segments.numpy(), key_segments.numpy())
+    blocks = list(_blocks(segments.places))
+    masks = [_mask(block, segments.places, causal, window) for block in blocks]
     relative = None
     if table is not None and masks:
         q, k = (STEP * math.ceil(max(mask.shape[side] for mask in masks) / STEP) for side in (1, 2))
         relative = reference.relative_bias(table, q, k, max_distance, not causal)[0].to(dtype).contiguous()
     fixed = None if relative is None else relative.detach()
     biases = [_bias(mask, fixed, dtype) for mask in masks]
-    sides = Side([block.queries for block in blocks], len(queries)), Side([block.keys for block in blocks], len(keys))
-    return Blocks(*sides, biases, relative)
+    queries = Side([block.queries for block in blocks], segments.queries)
+    keys = Side([block.keys for block in blocks], segments.keys)
+    return Blocks(segments, blocks, queries, keys, biases, relative)
 
 
-def _named(segments: np.ndarray, numbers: int) -> np.ndarray:
-    """The rows one after another, every segment with a number of its own; 0 stays padding.
+def _blocks(places: np.ndarray) -> Iterator[Block]:
+    """Segments that follow one another on both sides may share a block.
 
-    >>> _named(np.array([[1, 1, 2], [1, 2, 0]]), 3)
-    array([1, 1, 2, 4, 5, 0])
-    """
-    first = numbers * np.arange(len(segments))[:, None]
-    return np.where(segments, segments + first, 0).reshape(-1)
-
-
-def _blocks(queries: np.ndarray, keys: np.ndarray) -> Iterator[Block]:
-    """Segments that both sides have, in order; those that follow one another on both may share a block.
-
-    >>> named = np.array([1, 1, 2, 0, 4, 4])
-    >>> [block.keys for block in _blocks(named, named)]
+    >>> [block.keys for block in _blocks(np.array([[0, 2, 0, 2], [2, 1, 2, 1], [4, 2, 4, 2]]))]
     [slice(0, 3, None), slice(4, 6, None)]
     """
-    block, found = None, _segments(keys)
-    for name, q in _segments(queries).items():
-        if (k := found.get(name)) is None:
-            continue
+    block = None
+    for i, (q, queries, k, keys) in enumerate(places.tolist()):
         if block is not None:
-            joined = Block(slice(block.queries.start, q.stop), slice(block.keys.start, k.stop))
-            follows = (block.queries.stop, block.keys.stop) == (q.start, k.start)
+            joined = block._replace(
+                queries=slice(block.queries.start, q + queries), keys=slice(block.keys.start, k + keys), end=i + 1
+            )
+            follows = (block.queries.stop, block.keys.stop) == (q, k)
             if follows and _length(joined.queries) * _length(joined.keys) <= SCORES:
                 block = joined
                 continue
             yield block
-        block = Block(q, k)
+        block = Block(slice(q, q + queries), slice(k, k + keys), i, i + 1)
     if block is not None:
         yield block
 
@@ -142,10 +134,12 @@ def _length(stretch: slice) -> int:
     return int(stretch.stop - stretch.start)
 
 
-def _segments(named: np.ndarray) -> dict[int, slice]:
-    """Where every segment lies. Each lies in one piece."""
-    edges = np.flatnonzero(np.diff(named, prepend=-1, append=-1)).tolist()
-    return {int(named[a]): slice(a, b) for a, b in pairwise(edges) if named[a]}
+def _mask(block: Block, places: np.ndarray, causal: bool, window: int) -> Tensor:
+    """Who sees whom in a block, [1, Q, K]."""
+    numbers = torch.arange(1, block.end - block.first + 1)
+    own = torch.from_numpy(places[block.first : block.end])
+    queries, keys = (torch.repeat_interleave(numbers, own[:, side])[None] for side in (1, 3))
+    return reference.segment_mask(queries, keys, causal, window)[0]
 
 
 def _bias(mask: Tensor, relative: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -173,7 +167,7 @@ class _Attention(Function):
     @staticmethod
     def forward(ctx, relative, bias, rate, scale, *packed):  # type: ignore[no-untyped-def]
         queries, keys, values = bias.cut(packed)
-        drops = _drops([len(q) * q.shape[1] * k.shape[1] for q, k in zip(queries, keys, strict=True)], rate)
+        drops = _drops(bias, packed[0].shape[3], rate)
         weights, mixed = [], []
         for q, k, v, added, drop in zip(queries, keys, values, bias.biases, drops, strict=True):
             scores = _product(q, k.mT, scale) if added is None else torch.baddbmm(added, q, k.mT, alpha=scale)
@@ -206,14 +200,25 @@ class _Attention(Function):
         return grad_relative, None, None, None, *bias.join(grads, packed)
 
 
-def _drops(sizes: list[int], rate: float) -> list[Tensor | None]:
-    """What is dropped of several tensors of these sizes, drawn at once."""
-    if not rate or not sizes:
-        return [None] * len(sizes)
-    ends = np.cumsum(sizes)
-    places = dropped(int(ends[-1]), rate)
-    parts = places.tensor_split(torch.from_numpy(np.searchsorted(places.numpy(), ends[:-1])))
-    return [part - start for part, start in zip(parts, [0, *ends[:-1].tolist()], strict=True)]
+def _drops(bias: Blocks, heads: int, rate: float) -> list[Tensor | None]:
+    """What is dropped of the scores of each block: that of its segments, where they lie in it."""
+    found = bias.segments.drop(heads, rate)
+    if found is None:
+        return [None] * len(bias.blocks)
+    places = bias.segments.places
+    ends = heads * np.cumsum(places[:, 1] * places[:, 3])
+    drop = found.numpy()
+    segment = np.searchsorted(ends, drop, "right")
+    q, queries, k, keys = places[segment].T
+    pair, j = np.divmod(drop - (ends[segment] - heads * queries * keys), keys)
+    head, i = np.divmod(pair, queries)
+    drops: list[Tensor | None] = []
+    last = 0
+    for block in bias.blocks:
+        own = slice(last, last := int(np.searchsorted(drop, ends[block.end - 1])))
+        line = head[own] * _length(block.queries) + q[own] - block.queries.start + i[own]
+        drops.append(torch.from_numpy(line * _length(block.keys) + k[own] - block.keys.start + j[own]))
+    return drops
 
 
 def _without(weights: Tensor, drop: Tensor | None, scale: float) -> Tensor:

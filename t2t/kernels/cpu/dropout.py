@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -41,20 +42,29 @@ def dropped(count: int, rate: float) -> Tensor:
 
     >>> _ = torch.manual_seed(1)
     >>> len(dropped(1_000_000, 0.1))
-    99971
+    99900
     """
     seed = int(torch.randint(2**62, (), generator=getattr(_thread, "generator", None)))
     bits, expected = np.random.SFC64(seed), count * rate
     found, last = [], -1
     while last < count:
-        raw = bits.random_raw(int(expected + 5 * math.sqrt(expected) + 9) // 2 + 1)
-        uniform = torch.from_numpy(raw.view(np.int32)).float().mul_(2.0**-32).add_(0.5).clamp_(min=2.0**-26)
-        places = uniform.log_().mul_(1.0 / math.log1p(-rate)).long().add_(1)
-        places[0] += last
-        found.append(places.cumsum_(0))
+        raw = bits.random_raw(int(expected + 5 * math.sqrt(expected) + 9) // 4 + 1).view(np.uint16)
+        places = torch.from_numpy(_gaps(rate).take(raw)).cumsum_(0).add_(last)
+        found.append(places)
         last = int(places[-1])
     places = torch.cat(found) if len(found) > 1 else found[0]
     return places[: np.searchsorted(places.numpy(), count)]
+
+
+@lru_cache(maxsize=16)
+def _gaps(rate: float) -> np.ndarray:
+    """The gap of each of 2^16 equally likely draws. Whole numbers from here on: the same places on every machine.
+
+    >>> np.bincount(_gaps(0.5))[:5] / 2**16
+    array([0.    , 0.5   , 0.25  , 0.125 , 0.0625])
+    """
+    uniform = (np.arange(2**16) + 0.5) / 2**16
+    return np.ceil(np.log(uniform) / np.log1p(-rate)).astype(np.int64)
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:

@@ -9,6 +9,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from t2t.kernels import reference
+from t2t.kernels.cpu import native
 from t2t.kernels.cpu.dropout import dropped
 from t2t.kernels.reference import IGNORE
 
@@ -128,7 +129,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
         return reference.rms_norm(x, weight, eps)
-    return _RmsNorm.apply(x, weight, eps)
+    return (_NativeNorm if native.serves(x.dtype) else _RmsNorm).apply(x, weight, eps)
+
+
+class _NativeNorm(Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
+        x, weight = x.contiguous(), weight.contiguous()
+        y, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1])
+        native.call("norm_forward", x, weight, y, inverse, inverse.numel(), len(weight), eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight, inverse = ctx.saved_tensors
+        grad, grad_x, grad_weight = grad.contiguous(), torch.empty_like(x), torch.zeros_like(weight)
+        native.call("norm_backward", x, weight, inverse, grad, grad_x, grad_weight, inverse.numel(), len(weight))
+        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None
 
 
 class _RmsNorm(Function):
@@ -168,8 +187,19 @@ def linear_cross_entropy(
     """
     index = (labels != IGNORE).nonzero()[:, 0]
     if len(index) == len(labels):
-        return reference.linear_cross_entropy(hidden, weight, labels, smoothing, chunk, bias)
+        return reference.linear_cross_entropy(hidden, weight, labels, smoothing, chunk, bias, turn_into_gradient)
     total, each = reference.linear_cross_entropy(
-        hidden.index_select(0, index), weight, labels[index], smoothing, chunk, bias
+        hidden.index_select(0, index), weight, labels[index], smoothing, chunk, bias, turn_into_gradient
     )
     return total, each.new_zeros(labels.shape).index_copy_(0, index, each)
+
+
+def turn_into_gradient(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    """See `reference.turn_into_gradient`."""
+    if not native.serves(logits.dtype):
+        return reference.turn_into_gradient(logits, target, smoothing)
+    if not ((target >= 0) & (target < logits.shape[1])).all():
+        raise IndexError(f"a label is outside the vocabulary of {logits.shape[1]}")
+    loss = logits.new_empty(len(target))
+    native.call("cross_entropy", logits, target.contiguous(), loss, *logits.shape, smoothing)
+    return loss

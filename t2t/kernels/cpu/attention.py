@@ -1,0 +1,40 @@
+"""Attention by segment, natively or in torch's products of a few segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from t2t.kernels.cpu import blocks, native, ragged
+from t2t.kernels.cpu.blocks import Blocks
+from t2t.kernels.cpu.ragged import Ragged
+
+
+def attention_bias(
+    query_segments: Tensor,
+    key_segments: Tensor,
+    causal: bool,
+    heads: int,
+    table: Tensor | None,
+    max_distance: int,
+    dtype: torch.dtype,
+    window: int = 0,
+) -> Ragged | Blocks:
+    """See `reference.attention_bias`."""
+    way = ragged if native.serves(dtype) else blocks
+    return way.attention_bias(query_segments, key_segments, causal, heads, table, max_distance, dtype, window)
+
+
+def attention(packed: Sequence[Tensor], bias: Ragged | Blocks, rate: float, scale: float = 1.0) -> Tensor:
+    """See `reference.attention`.
+
+    >>> one = torch.ones(1, 1, dtype=torch.long)
+    >>> bias = attention_bias(one, one, False, 1, None, 0, torch.float32)
+    >>> attention([torch.tensor([1.0, 1.0, 3.0]).view(1, 1, 3, 1, 1)], bias, 0.0)
+    tensor([[[[3.]]]])
+    """
+    if isinstance(bias, Ragged):
+        return ragged.attention(packed, bias, rate, scale)
+    return blocks.attention(packed, bias, rate, scale)
