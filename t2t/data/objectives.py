@@ -85,7 +85,7 @@ labels=array([102,   1], dtype=uint16), types=None, pair=-100)
         return [*map(self._feature, self.pairs.source.many(index), self.pairs.target.many(index))]
 
     def _feature(self, source: np.ndarray, target: np.ndarray) -> Feature:
-        inputs = np.empty_like(target)
+        inputs = np.empty(len(target), np.promote_types(target.dtype, np.min_scalar_type(self.start_id)))
         inputs[:1], inputs[1:] = self.start_id, target[:-1]
         return Feature(source, inputs, target)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,17 +26,32 @@ __all__ = [
     "relative_bias",
     "relu_feed_forward",
     "rms_norm",
+    "ways",
 ]
 
 
-FASTEST: dict[str, Any] = {"cpu": cpu}  # by type of device; the reference serves all others
-if torch.cuda.is_available():
-    with suppress(ModuleNotFoundError):  # without Triton, which comes with torch where torch comes with CUDA
-        FASTEST["cuda"] = importlib.import_module("t2t.kernels.gpu")
+TRITON = find_spec("triton") is not None  # it comes with torch where torch comes with CUDA
 
 
 def _on(x: Tensor) -> Any:
-    return FASTEST.get(x.device.type, reference)
+    if x.device.type == "cpu":
+        return cpu
+    if x.device.type == "cuda" and TRITON:
+        from t2t.kernels import gpu
+
+        return gpu
+    return reference
+
+
+def ways(device: torch.device) -> str:
+    """Which kernels compute on a device; others give the same but for rounding.
+
+    >>> ways(torch.device("cpu")) in ("compiled", "torch")
+    True
+    """
+    if device.type == "cpu":
+        return "compiled" if cpu.native.library() is not None else "torch"
+    return "triton" if device.type == "cuda" and TRITON else "torch"
 
 
 def random_from(seed: int, device: torch.device, alone: bool) -> AbstractContextManager[None]:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from t2t.models import architectures
-
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """GELU by its tanh approximation.
@@ -20,6 +18,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = dict(
-    zip(architectures.ACTIVATIONS, (F.relu, F.gelu, gelu_tanh, gelu_tanh, F.silu), strict=True)
-)
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "silu": F.silu,
+}
+"""The functions of `t2t.models.architectures.ACTIVATIONS`."""

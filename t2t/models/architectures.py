@@ -263,8 +263,7 @@ class BertConfig(OneStack):
     def from_huggingface(cls, raw: Mapping[str, Any]) -> BertConfig:
         """Read the fields of a Hugging Face ``config.json`` of model type bert."""
         width, heads = raw.get("hidden_size", 768), raw.get("num_attention_heads", 12)
-        if width % heads:
-            raise InputError(f"config.json: num_attention_heads: {heads} heads do not divide hidden_size {width}")
+        _check_heads(width, heads, "hidden_size", "num_attention_heads")
         activation = raw.get("hidden_act", "gelu")
         if activation not in ACTIVATIONS:
             raise InputError(f"config.json: hidden_act: {activation!r} is not one of {', '.join(ACTIVATIONS)}")

@@ -145,7 +145,7 @@ class Bert(Model):
     torch.Size([1, 3, 8])
     """
 
-    kind: ClassVar[Kind] = "masked"
+    kind: ClassVar[Kind] = BertConfig.kind
     family = "bert"
     classes: ClassVar[dict[str, str]] = {"bert": "BertForPreTraining"}
     embeddings = ("bert.embeddings.word_embeddings.weight", "embeddings.word_embeddings.weight")

@@ -196,7 +196,7 @@ class GPT(Model):
     torch.Size([1, 3, 8])
     """
 
-    kind: ClassVar[Kind] = "causal"
+    kind: ClassVar[Kind] = GPTConfig.kind
     family = "gpt"
     classes: ClassVar[dict[str, str]] = {"gpt2": "GPT2LMHeadModel", "gpt_neo": "GPTNeoForCausalLM"}
     embeddings = ("transformer.wte.weight", "wte.weight")

@@ -221,7 +221,7 @@ class T5(Model):
     torch.Size([1, 2, 8])
     """
 
-    kind: ClassVar[Kind] = "seq2seq"
+    kind: ClassVar[Kind] = T5Config.kind
     family = "t5"
     classes: ClassVar[dict[str, str]] = {
         "t5": "T5ForConditionalGeneration",

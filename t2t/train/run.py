@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from t2t import device as devices
-from t2t import files, metrics
+from t2t import files, kernels, metrics
 from t2t.checkpoint import store
 from t2t.config import Config, Data, figure_name, flat, load, tasks, to_toml
 from t2t.data import chat, order, tokens
@@ -610,6 +610,7 @@ def _save(run: Run) -> None:
     root = run.folder / "checkpoints"
     kept = {"figures": run.figures, "best": run.best, "stale": run.stale, "owes": run.owes}
     state: dict[str, Any] = {**_fingerprints(run), "window": dataclasses.asdict(run.window), **kept}
+    state["kernels"] = kernels.ways(run.device)
     if isinstance(run.loader, Stream):
         state["cursors"] = run.ranks.gather(run.loader.cursors(run.step))
     with run.ranks.together():
@@ -656,6 +657,9 @@ def _resume(run: Run, found: Path) -> None:
     run.figures, run.best = saved.state["figures"], saved.state["best"]
     run.stale, run.owes = saved.state["stale"], saved.state["owes"]
     run.report(f"resumed from {found}")
+    before, now = saved.state.get("kernels"), kernels.ways(run.device)
+    if before not in (None, now):
+        run.report(f"note: {before} kernels computed it and {now} ones go on: equal up to rounding, not bit for bit")
 
 
 @torch.no_grad()

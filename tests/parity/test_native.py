@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from t2t.kernels import cpu, reference
-from t2t.kernels.cpu import blocks, native, ragged
+from t2t.kernels.cpu import blocks, by_segment, native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 HEADS = 3
@@ -74,7 +74,7 @@ class Case:
 
     def left(self, rate: float, seed: int = 3) -> Tensor:
         """What dropout multiplies the weights by, from the places that the seed draws."""
-        segments = ragged.Segments.of(self.queries.numpy(), self.keys.numpy())
+        segments = by_segment.Segments.of(self.queries.numpy(), self.keys.numpy())
         with cpu.random_from(seed):
             drop = segments.drop(HEADS, rate)
         assert drop is not None
@@ -217,3 +217,11 @@ def test_the_loss_is_torchs(width: int, smoothing: float, size: float) -> None:
     loss = cpu.linear.turn_into_gradient(found, target, smoothing)
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=2e-6, atol=1e-6 * size)
     torch.testing.assert_close(found.double(), gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_a_small_loss_beside_large_logits_is_exact() -> None:
+    logits = torch.tensor([[300.0, 294.0, 292.0]])
+    expected = F.cross_entropy(logits.double(), torch.tensor([0]))
+    loss = cpu.linear.turn_into_gradient(logits.clone(), torch.tensor([0]), 0.0)
+    assert 0 < expected < 1e-2
+    torch.testing.assert_close(loss.double()[0], expected, rtol=1e-3, atol=0.0)

@@ -15,7 +15,7 @@ import torch
 from t2t.kernels import cpu
 from t2t.kernels.cpu import native
 from t2t.kernels.cpu.blocks import Blocks
-from t2t.kernels.cpu.ragged import Ragged
+from t2t.kernels.cpu.by_segment import SegmentBias
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler here")
 
@@ -45,7 +45,7 @@ def way() -> type:
 
 @needs_compiler
 def test_the_library_is_compiled_once_and_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert way() is Ragged
+    assert way() is SegmentBias
     assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
     (file,) = fresh.iterdir()
     before = file.stat()
@@ -136,3 +136,38 @@ def test_a_folder_that_cannot_be_made_means_torch(fresh: Path) -> None:
 
 def test_other_dtypes_are_torchs() -> None:
     assert not native.serves(torch.float64) and not native.serves(torch.bfloat16)
+
+
+@needs_compiler
+def test_what_c_would_read_wrongly_is_refused(fresh: Path) -> None:
+    """Under autocast products come out in bf16 while the bias is fp32; torch's default dtype is nobody's concern."""
+    segments = torch.ones(1, 2, dtype=torch.long)
+    bias = cpu.attention_bias(segments, segments, False, 1, None, 0, torch.float32)
+    packed = torch.randn(1, 2, 3, 1, 4)
+    with pytest.raises(TypeError, match="fp32"):
+        cpu.attention([packed.bfloat16()], bias, 0.0)
+    expected = cpu.attention([packed], bias, 0.0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(cpu.attention([packed], bias, 0.0), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@needs_compiler
+def test_several_threads_are_left_to_torch(fresh: Path) -> None:
+    assert native.serves(torch.float32)
+    torch.set_num_threads(2)
+    try:
+        assert not native.serves(torch.float32)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_user_without_a_home_has_torch(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    assert native.library() is None

@@ -165,6 +165,16 @@ def test_micro_rows_fit_the_device_and_part_a_step_evenly() -> None:
 # Going on
 
 
+def test_other_kernels_than_before_are_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    train(make("ways", train__stop_at="2"), quiet)
+    train(make("ways", train__stop_at="3"), lines.append)
+    assert not any("kernels computed it" in line for line in lines)
+    monkeypatch.setattr(run.kernels, "ways", lambda device: "wooden")
+    train(make("ways", train__stop_at="4"), lines.append)
+    assert any("kernels computed it and wooden ones go on" in line for line in lines)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lamb"])
 def test_stopped_and_resumed_is_the_uninterrupted_run(make: Make, optimizer: str) -> None:
     settings = {"optim__name": optimizer, "optim__weight_decay": "0.01", "data__validation_split": "0.1"}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from t2t.kernels.cpu import blocks, native, ragged
+from t2t.kernels.cpu import blocks, by_segment, native
 from t2t.kernels.cpu.blocks import Blocks
-from t2t.kernels.cpu.ragged import Ragged
+from t2t.kernels.cpu.by_segment import SegmentBias
 
 
 def attention_bias(
@@ -21,13 +21,13 @@ def attention_bias(
     max_distance: int,
     dtype: torch.dtype,
     window: int = 0,
-) -> Ragged | Blocks:
+) -> SegmentBias | Blocks:
     """See `reference.attention_bias`."""
-    way = ragged if native.serves(dtype) else blocks
+    way = by_segment if native.serves(dtype) else blocks
     return way.attention_bias(query_segments, key_segments, causal, heads, table, max_distance, dtype, window)
 
 
-def attention(packed: Sequence[Tensor], bias: Ragged | Blocks, rate: float, scale: float = 1.0) -> Tensor:
+def attention(packed: Sequence[Tensor], bias: SegmentBias | Blocks, rate: float, scale: float = 1.0) -> Tensor:
     """See `reference.attention`.
 
     >>> one = torch.ones(1, 1, dtype=torch.long)
@@ -35,6 +35,6 @@ def attention(packed: Sequence[Tensor], bias: Ragged | Blocks, rate: float, scal
     >>> attention([torch.tensor([1.0, 1.0, 3.0]).view(1, 1, 3, 1, 1)], bias, 0.0)
     tensor([[[[3.]]]])
     """
-    if isinstance(bias, Ragged):
-        return ragged.attention(packed, bias, rate, scale)
+    if isinstance(bias, SegmentBias):
+        return by_segment.attention(packed, bias, rate, scale)
     return blocks.attention(packed, bias, rate, scale)

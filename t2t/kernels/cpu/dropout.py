@@ -63,6 +63,7 @@ def _gaps(rate: float) -> np.ndarray:
     >>> np.bincount(_gaps(0.5))[:5] / 2**16
     array([0.    , 0.5   , 0.25  , 0.125 , 0.0625])
     """
+    assert 0 < rate < 1, f"dropout of {rate} leaves nothing"
     uniform = (np.arange(2**16) + 0.5) / 2**16
     return np.ceil(np.log(uniform) / np.log1p(-rate)).astype(np.int64)
 

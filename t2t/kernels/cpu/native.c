@@ -16,7 +16,7 @@ enum { LANES = 8, ROWS = 4, COLS = 2 };
 #else
 enum { LANES = 4, ROWS = 4, COLS = 4 };
 #endif
-enum { WIDTH = LANES * COLS, PAD = 16 }; /* of a tile of a product; rows are padded to PAD numbers */
+enum { WIDTH = LANES * COLS }; /* of a tile of a product; rows are padded to PAD numbers, a multiple of LANES */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -344,8 +344,9 @@ int cross_entropy(float *x, const int64_t *target, float *loss, int64_t rows, in
         AT(last) = exponential(GET(last) - high);
         float sum = total(sums + GET(last));
         memcpy(x + whole, last, (width - whole) * sizeof(float));
-        float log_sum = logf(sum) + high;
-        loss[i] = (1 - smoothing) * (log_sum - own) + (smoothing ? smoothing * (log_sum - mean_logit) : 0);
+        float log_sum = logf(sum); /* of the logits less the highest; taken off these first, small losses stay exact */
+        loss[i] = (1 - smoothing) * (log_sum - (own - high));
+        if (smoothing) loss[i] += smoothing * (log_sum - (mean_logit - high));
         for (long c = 0; c < width; c++) x[c] = x[c] * (1 / sum) - smoothing / width;
         x[target[i]] += smoothing - 1;
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import stat
@@ -25,7 +26,9 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_suffix(".c")
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=gnu11", "-shared", "-fPIC")
+PAD = 16  # numbers that rows of weights are padded to: the longest vector that native.c knows
+_PROCESSOR = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+FLAGS = ("-O3", _PROCESSOR, "-fno-math-errno", "-fno-trapping-math", "-std=gnu11", "-shared", "-fPIC", f"-DPAD={PAD}")
 _lock = threading.Lock()
 
 
@@ -65,7 +68,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     try:
         found = ctypes.CDLL(str(compiled(_compiler(), cache_folder())))
-    except (Unavailable, OSError, subprocess.SubprocessError) as error:
+    except (Unavailable, OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home, no compiler ...
         if os.environ.get("RANK", "0") == "0":  # what all ranks know, one tells
             print(f"note: kernels are not compiled, which costs some speed: {error}", file=sys.stderr)
         return None
@@ -82,8 +85,8 @@ def call(name: str, *arguments: object) -> None:
 
 
 def serves(dtype: torch.dtype) -> bool:
-    """Whether the library is there and made for such tensors."""
-    return dtype == torch.float32 and library() is not None
+    """Whether the library is there and made for such tensors. It has no threads: several are left to torch."""
+    return dtype == torch.float32 and torch.get_num_threads() == 1 and library() is not None
 
 
 def cache_folder() -> Path:

@@ -101,6 +101,7 @@ class _Tiles(Function):
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)  # what generation caches must serve training too
 def _tile_buckets(side: int, buckets: int, most: int, bidirectional: bool, device: torch.device) -> Tensor:
     """The bucket of every slot of every tile, [N, T, T]."""
     around = 1 + triton.cdiv(most, side)  # tiles on each side of the diagonal's; the last has distances of `most` alone
@@ -115,7 +116,7 @@ def attention(packed: Sequence[Tensor], spans: Spans | Tensor, rate: float, scal
     if isinstance(spans, Tensor):
         return reference.attention(packed, spans, rate, scale)
     seed = torch.randint(-(2**31), 2**31 - 1, (1,), dtype=torch.int32, device=packed[0].device) if rate else None
-    out, _ = _attention(list(packed), *spans, seed, rate, scale)
+    out, _ = _attention([x.contiguous() for x in packed], *spans, seed, rate, scale)
     return cast(Tensor, out)
 
 
@@ -252,8 +253,6 @@ def _shape(which: str, q: Tensor, tiles: Tensor | None) -> dict[str, int]:
         tile_q = tile_k = _side(q.dtype)
     if q.dtype == torch.float32:
         stages = 1
-    if q.shape[3] > 64:
-        warps = 8
     return {"TILE_Q": tile_q, "TILE_K": tile_k, "num_warps": warps, "num_stages": stages}
 
 
@@ -319,7 +318,9 @@ def _forward(
     inside, real = slots < queries, channels < CHANNELS
     there = inside[:, None] & real[None, :]
     q = tl.load(
-        q_ptr + row * q_row + slots[:, None] * q_slot + head * q_head + channels[None, :], mask=there, other=0.0
+        q_ptr + row * q_row + slots[:, None].to(tl.int64) * q_slot + head * q_head + channels[None, :],
+        mask=there,
+        other=0.0,
     )
     start = tl.load(start_ptr + row * queries + slots, mask=inside, other=keys)
     end = tl.load(end_ptr + row * queries + slots, mask=inside, other=0)
@@ -334,7 +335,7 @@ def _forward(
     mixed = tl.zeros([TILE_Q, WIDTH], tl.float32)
     for first in range(low, high, TILE_K):
         others = first + tl.arange(0, TILE_K)
-        places = row * k_row + others[:, None] * k_slot + head * k_head + channels[None, :]
+        places = row * k_row + others[:, None].to(tl.int64) * k_slot + head * k_head + channels[None, :]
         known = (others < keys)[:, None] & real[None, :]
         k = tl.load(k_ptr + places, mask=known, other=0.0)
         v = tl.load(v_ptr + places, mask=known, other=0.0)
@@ -393,7 +394,7 @@ def _backward_keys(
     others = tile * TILE_K + tl.arange(0, TILE_K)
     channels = tl.arange(0, WIDTH)
     inside, real = others < keys, channels < CHANNELS
-    at = row * k_row + others[:, None] * k_slot + head * k_head + channels[None, :]
+    at = row * k_row + others[:, None].to(tl.int64) * k_slot + head * k_head + channels[None, :]
     there = inside[:, None] & real[None, :]
     k = tl.load(k_ptr + at, mask=there, other=0.0)
     v = tl.load(v_ptr + at, mask=there, other=0.0)
@@ -411,7 +412,9 @@ def _backward_keys(
         slots = beginning + tl.arange(0, TILE_Q)
         known = (slots < queries)[:, None] & real[None, :]
         q = tl.load(
-            q_ptr + row * q_row + slots[:, None] * q_slot + head * q_head + channels[None, :], mask=known, other=0.0
+            q_ptr + row * q_row + slots[:, None].to(tl.int64) * q_slot + head * q_head + channels[None, :],
+            mask=known,
+            other=0.0,
         )
         out_at = ((row * queries + slots[:, None]) * heads + head) * CHANNELS + channels[None, :]
         grad = tl.load(grad_ptr + out_at, mask=known, other=0.0)
@@ -440,7 +443,7 @@ def _backward_queries(
     channels = tl.arange(0, WIDTH)
     inside, real = slots < queries, channels < CHANNELS
     there = inside[:, None] & real[None, :]
-    at = row * q_row + slots[:, None] * q_slot + head * q_head + channels[None, :]
+    at = row * q_row + slots[:, None].to(tl.int64) * q_slot + head * q_head + channels[None, :]
     q = tl.load(q_ptr + at, mask=there, other=0.0)
     out_at = ((row * queries + slots[:, None]) * heads + head) * CHANNELS + channels[None, :]
     grad = tl.load(grad_ptr + out_at, mask=there, other=0.0)
@@ -455,7 +458,7 @@ def _backward_queries(
     dq = tl.zeros([TILE_Q, WIDTH], tl.float32)
     for first in range(low, high, TILE_K):
         others = first + tl.arange(0, TILE_K)
-        places = row * k_row + others[:, None] * k_slot + head * k_head + channels[None, :]
+        places = row * k_row + others[:, None].to(tl.int64) * k_slot + head * k_head + channels[None, :]
         known = (others < keys)[:, None] & real[None, :]
         k = tl.load(k_ptr + places, mask=known, other=0.0)
         v = tl.load(v_ptr + places, mask=known, other=0.0)
@@ -495,7 +498,7 @@ def _backward_tiles(
             high = tl.minimum(high, tl.where(away == TILES // 2, across, tile + away + 1))
             if low < high:
                 there = inside[:, None] & real[None, :]
-                at = row * q_row + slots[:, None] * q_slot + head * q_head + channels[None, :]
+                at = row * q_row + slots[:, None].to(tl.int64) * q_slot + head * q_head + channels[None, :]
                 q = tl.load(q_ptr + at, mask=there, other=0.0)
                 out_at = ((row * queries + slots[:, None]) * heads + head) * CHANNELS + channels[None, :]
                 grad = tl.load(grad_ptr + out_at, mask=there, other=0.0)
@@ -504,7 +507,7 @@ def _backward_tiles(
                     by_row = _mixed(tl.load(seed_ptr) + (row * heads + head).to(tl.int32))
                 for other in range(low, high):
                     others = other * TILE_K + tl.arange(0, TILE_K)
-                    places = row * k_row + others[:, None] * k_slot + head * k_head + channels[None, :]
+                    places = row * k_row + others[:, None].to(tl.int64) * k_slot + head * k_head + channels[None, :]
                     known = (others < keys)[:, None] & real[None, :]
                     k = tl.load(k_ptr + places, mask=known, other=0.0)
                     v = tl.load(v_ptr + places, mask=known, other=0.0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,11 +18,11 @@ from t2t.kernels import reference
 from t2t.kernels.cpu import native
 from t2t.kernels.cpu.segments import Segments
 
-PAD = 16  # numbers: native.c pads rows of weights to it, and reads biases by as many
+T = TypeVar("T", int, np.ndarray)
 
 
 @dataclass(frozen=True)
-class Ragged:
+class SegmentBias:
     """Which scores attention makes, and what it adds to them."""
 
     segments: Segments
@@ -39,7 +41,7 @@ def attention_bias(
     max_distance: int,
     dtype: torch.dtype,
     window: int = 0,
-) -> Ragged:
+) -> SegmentBias:
     """See `reference.attention_bias`: a bias for every distance instead of one for every pair of slots.
 
     >>> segments = torch.tensor([[1, 1, 2, 0]])
@@ -56,14 +58,15 @@ def attention_bias(
             for sizes in ((reach, 1), (1, reach))
         )
         relative = F.embedding(torch.cat([before.flip(0), after[1:]]), table).T.to(dtype).contiguous()
-    return Ragged(segments, reach, relative, causal, window)
+    return SegmentBias(segments, reach, relative, causal, window)
 
 
-def _padded(count: int) -> int:
-    return -(-count // PAD) * PAD
+def _padded(count: T) -> T:
+    """Rounded up to what native.c pads rows of weights to, and reads biases by."""
+    return -(-count // native.PAD) * native.PAD
 
 
-def attention(packed: Sequence[Tensor], bias: Ragged, rate: float, scale: float = 1.0) -> Tensor:
+def attention(packed: Sequence[Tensor], bias: SegmentBias, rate: float, scale: float = 1.0) -> Tensor:
     """See `reference.attention`."""
     return _Attention.apply(bias.relative, bias, rate, scale, *packed)
 
@@ -71,12 +74,15 @@ def attention(packed: Sequence[Tensor], bias: Ragged, rate: float, scale: float 
 class _Attention(Function):
     @staticmethod
     def forward(ctx, relative, bias, rate, scale, *given):  # type: ignore[no-untyped-def]
+        if any(x.dtype != torch.float32 for x in given):
+            raise TypeError("attention: queries, keys and values must be fp32, as the bias is")
         packed = [x.contiguous() for x in given]
         rows, slots, _, heads, channels = packed[0].shape
         _, queries, _, keys = bias.segments.places.T
-        weights = packed[0].new_empty(heads * int((queries * (-(-keys // PAD) * PAD)).sum()))
+        weights = packed[0].new_empty(heads * int((queries * _padded(keys)).sum()))
         drop = bias.segments.drop(heads, rate)
-        out = (torch.empty if bias.segments.full_queries else torch.zeros)(rows, slots, heads, channels)
+        room = packed[0].new_empty if bias.segments.full_queries else packed[0].new_zeros
+        out = room((rows, slots, heads, channels))
         ctx.bias, ctx.rate, ctx.scale = bias, rate, scale
         ctx.save_for_backward(weights, *packed)
         call = _call(bias, rate, scale, weights, drop, packed)
@@ -101,7 +107,7 @@ def _addresses(packed: Sequence[Tensor]) -> list[int]:
 
 
 def _call(
-    bias: Ragged, rate: float, scale: float, weights: Tensor, drop: Tensor | None, packed: Sequence[Tensor]
+    bias: SegmentBias, rate: float, scale: float, weights: Tensor, drop: Tensor | None, packed: Sequence[Tensor]
 ) -> native.Attention:
     relative, places = bias.relative, bias.segments.places
     heads, channels = packed[0].shape[3:]
