@@ -182,3 +182,26 @@ def test_clip_equals_torch(dtype: torch.dtype, max_norm: float) -> None:
     assert torch.equal(norm, expected)
     for master, t in zip(optimizer._masters.values(), reference, strict=True):
         assert torch.equal(master.grad, t.grad)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_adamw_clips_while_it_updates(dtype: torch.dtype, max_norm: float) -> None:
+    named = parameters(dtype)
+    optimizer = Optimizer(named, Optim(schedule="constant"), lr=0.1, schedule=lambda n: 1.0)
+    reference = [nn.Parameter(master.detach().clone()) for master in optimizer._masters.values()]
+    settings = Optim()
+    plain = torch.optim.AdamW(
+        reference, lr=0.1, betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=0.0
+    )
+    assert optimizer._inner.defaults["fused"]
+    for step, grads in enumerate(gradients(3)):
+        for p, t, grad in zip(named.values(), reference, grads, strict=True):
+            p.grad = grad.to(dtype)
+            t.grad = p.grad.to(t.dtype)
+        optimizer.accumulate()
+        assert torch.equal(optimizer.clip(max_norm), nn.utils.clip_grad_norm_(reference, max_norm or math.inf))
+        optimizer.step(step)
+        plain.step()
+    for master, t in zip(optimizer._masters.values(), reference, strict=True):
+        torch.testing.assert_close(master.detach(), t.detach(), rtol=1e-5, atol=1e-6)
