@@ -169,7 +169,7 @@ class Optimizer:
         self._relative = settings.relative_step
         self.lr, self._schedule = lr, schedule
         groups = decay_groups(self._masters, settings.weight_decay)
-        self._inner = _INNER[settings.name](groups, settings, lr)
+        self._inner: Any = _INNER[settings.name](groups, settings, lr)  # a fused one reads its attribute `grad_scale`
 
     def accumulate(self) -> None:
         """After each micro-batch's backward: add low-precision gradients to their fp32 sums and free them.
