@@ -21,8 +21,8 @@ lint: $(INSTALLED)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt "torch==2.13.0"
-	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt "torch==2.13.0"
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 clean:
