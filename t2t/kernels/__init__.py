@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from t2t.kernels import cpu, reference
-from t2t.kernels.reference import IGNORE, additive, attention_weights, relative_bias
+from t2t.kernels.reference import IGNORE, Sight, additive, attention_weights, relative_bias
 
 __all__ = [
     "IGNORE",
+    "Sight",
     "additive",
     "attention",
     "attention_bias",
@@ -87,20 +88,9 @@ def relu_feed_forward(residual: Tensor, x: Tensor, wide: Tensor, narrow: Tensor,
     return _on(x).relu_feed_forward(residual, x, wide, narrow, rate)
 
 
-def attention_bias(
-    query_segments: Tensor,
-    key_segments: Tensor,
-    causal: bool,
-    heads: int,
-    table: Tensor | None = None,
-    max_distance: int = 0,
-    dtype: torch.dtype = torch.float32,
-    window: int = 0,
-) -> Any:
+def attention_bias(sight: Sight) -> Any:
     """See `reference.attention_bias`; what it gives is for `attention` on the same device."""
-    return _on(query_segments).attention_bias(
-        query_segments, key_segments, causal, heads, table, max_distance, dtype, window
-    )
+    return _on(sight.queries).attention_bias(sight)
 
 
 def attention(packed: Sequence[Tensor], bias: Any, rate: float, scale: float = 1.0) -> Tensor:

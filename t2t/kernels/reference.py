@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,22 @@ def relu_feed_forward(residual: Tensor, x: Tensor, wide: Tensor, narrow: Tensor,
     tensor([4.])
     """
     return linear_dropout_add(residual, dropout(F.relu(F.linear(x, wide)), rate), narrow, rate)
+
+
+class Sight(NamedTuple):
+    """Who sees whom in attention: the segments of queries [R, Q] and of keys [R, K], and what limits them further.
+
+    With a ``window``, causal attention sees only the last so many keys. A ``table`` [buckets, H] gives T5's relative
+    biases; scores are made in ``dtype``.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    causal: bool = False
+    table: Tensor | None = None
+    max_distance: int = 0
+    dtype: torch.dtype = torch.float32
+    window: int = 0
 
 
 def segment_mask(query_segments: Tensor, key_segments: Tensor, causal: bool, window: int = 0) -> Tensor:
@@ -132,27 +148,19 @@ def additive(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return hidden if bias is None else torch.where(mask, bias.to(dtype), hidden)
 
 
-def attention_bias(
-    query_segments: Tensor,
-    key_segments: Tensor,
-    causal: bool,
-    heads: int,
-    table: Tensor | None,
-    max_distance: int,
-    dtype: torch.dtype,
-    window: int = 0,
-) -> Tensor:
+def attention_bias(sight: Sight) -> Tensor:
     """What `attention` adds to its scores: nothing but the mask, or a table's `relative_bias` where the mask lets see.
 
     >>> segments = torch.tensor([[1, 1, 2]])
-    >>> bias = attention_bias(segments, segments, False, 1, torch.arange(32.0)[:, None], 128, torch.float32)
+    >>> bias = attention_bias(Sight(segments, segments, table=torch.arange(32.0)[:, None], max_distance=128))
     >>> bias[0, 0, 0, :2], bias[0, 0, 2, 2]
     (tensor([ 0., 17.]), tensor(0.))
     """
-    mask = segment_mask(query_segments, key_segments, causal, window)
-    if table is None:
-        return additive(mask, None, dtype)
-    return additive(mask, relative_bias(table, mask.shape[2], mask.shape[3], max_distance, not causal), dtype)
+    mask = segment_mask(sight.queries, sight.keys, sight.causal, sight.window)
+    if sight.table is None:
+        return additive(mask, None, sight.dtype)
+    relative = relative_bias(sight.table, mask.shape[2], mask.shape[3], sight.max_distance, not sight.causal)
+    return additive(mask, relative, sight.dtype)
 
 
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:

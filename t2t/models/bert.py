@@ -130,7 +130,7 @@ class Stack(nn.Module):
     def forward(self, ids: Tensor, segments: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         x = self.embeddings(ids, positions, types)
         x = kernels.dropout(x, self.config.dropout if self.training else 0.0)
-        bias = kernels.attention_bias(segments, segments, False, self.config.num_heads, dtype=x.dtype)
+        bias = kernels.attention_bias(kernels.Sight(segments, segments, dtype=x.dtype))
         for layer in self.layers:
             x = layer(x, bias)
         return x

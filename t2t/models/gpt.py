@@ -152,11 +152,8 @@ class Stack(nn.Module):
 
     def biases(self, segments: Tensor, dtype: torch.dtype) -> dict[int, Any]:
         """What each width of window adds to the scores."""
-        heads = self.config.num_heads
-        return {
-            window: kernels.attention_bias(segments, segments, True, heads, dtype=dtype, window=window)
-            for window in set(self.config.windows)
-        }
+        sight = kernels.Sight(segments, segments, causal=True, dtype=dtype)
+        return {window: kernels.attention_bias(sight._replace(window=window)) for window in set(self.config.windows)}
 
     def forward(self, ids: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
         x = self.embed(ids, positions)

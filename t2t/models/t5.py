@@ -62,9 +62,8 @@ class Attention(nn.Module):
     def bias(self, segments: Tensor, causal: bool) -> Any:
         """What the table and the mask add to the scores of self-attention."""
         table = self.relative_attention_bias.weight
-        return kernels.attention_bias(
-            segments, segments, causal, self.config.num_heads, table, self.config.max_distance, table.dtype
-        )
+        sight = kernels.Sight(segments, segments, causal, table, self.config.max_distance, table.dtype)
+        return kernels.attention_bias(sight)
 
     def forward(self, residual: Tensor, x: Tensor, memory: Tensor | None, bias: Any, dropout: float) -> Tensor:
         """Attention of ``x`` to itself or to the memory, added to the residual."""
@@ -185,7 +184,7 @@ class Stack(nn.Module):
         rate = self.config.dropout if self.training else 0.0
         memory_bias = None
         if memory_segments is not None:
-            memory_bias = kernels.attention_bias(segments, memory_segments, False, self.config.num_heads, dtype=x.dtype)
+            memory_bias = kernels.attention_bias(kernels.Sight(segments, memory_segments, dtype=x.dtype))
         x, bias = kernels.dropout(x, rate), None
         for block in self.blocks:
             if bias is None or self.config.bias_everywhere:

@@ -14,6 +14,7 @@ from t2t import kernels
 from t2t.kernels import cpu, reference
 from t2t.kernels.cpu import native
 from t2t.kernels.cpu.dropout import dropped
+from t2t.kernels.reference import Sight
 
 
 @pytest.fixture(autouse=True, params=["native", "torch"])
@@ -282,9 +283,8 @@ def test_attention_matches_torch(
     ]
     table = torch.randn(8, heads).to(dtype).requires_grad_()
     inputs = [*packed, table] if with_table else packed
-    bias = implementation.attention_bias(
-        query_segments, key_segments, causal, heads, table if with_table else None, 10, dtype, window
-    )
+    sight = Sight(query_segments, key_segments, causal, table if with_table else None, 10, dtype, window)
+    bias = implementation.attention_bias(sight)
     ours = implementation.attention(packed, bias, 0.0, scale)
     assert ours.dtype == dtype and ours.shape == (*query_segments.shape, heads, channels)
 
@@ -324,7 +324,7 @@ def test_segments_share_a_block_up_to_a_size(monkeypatch: pytest.MonkeyPatch) ->
     results, counts = [], []
     for scores in (1, 20**2, 30**2, 10**6):
         monkeypatch.setattr(cpu.blocks, "SCORES", scores)
-        bias = cpu.attention_bias(segments, segments, True, 2, table, 10, torch.float64)
+        bias = cpu.attention_bias(Sight(segments, segments, True, table, 10, torch.float64))
         out = cpu.attention(packed, bias, 0.0)
         counts.append(len(bias.biases))
         results.append([out, *torch.autograd.grad(out.square().sum(), [*packed, table])])
@@ -340,7 +340,9 @@ def test_attention_with_nothing_to_look_at_stays_finite(implementation: Any, dty
     torch.manual_seed(0)
     packed = (torch.randn(1, 4, 3, 2, 4) * 3).to(dtype).requires_grad_()
     empty = torch.zeros(1, 4, dtype=torch.long)
-    out = implementation.attention([packed], implementation.attention_bias(empty, empty, True, 2, None, 0, dtype), 0.0)
+    out = implementation.attention(
+        [packed], implementation.attention_bias(Sight(empty, empty, causal=True, dtype=dtype)), 0.0
+    )
     assert out.isfinite().all()
     assert torch.autograd.grad(out.sum(), packed)[0].isfinite().all()
 
@@ -351,9 +353,7 @@ def test_attention_drops_weights_not_values(implementation: Any) -> None:
     packed = torch.zeros(1, 3, 3, 1, 4)
     packed[0, :, 2, 0] = torch.eye(3, 4)
     segments = torch.ones(1, 3, dtype=torch.long)
-    out = implementation.attention(
-        [packed], implementation.attention_bias(segments, segments, False, 1, None, 0, torch.float32), 0.5
-    )
+    out = implementation.attention([packed], implementation.attention_bias(Sight(segments, segments)), 0.5)
     # Equal weights of a third over unit values: an entry shows its own weight, dropped or doubled.
     shown = {round(x, 4) for x in out[..., :3].flatten().tolist()}
     assert shown == {0.0, 0.6667}
@@ -369,7 +369,9 @@ def test_gradients_follow_what_attention_dropped(rate: float) -> None:
 
     def out(packed: Tensor, table: Tensor) -> Tensor:
         torch.manual_seed(4)
-        return cpu.attention([packed], cpu.attention_bias(segments, segments, False, 2, table, 10, torch.float64), rate)
+        return cpu.attention(
+            [packed], cpu.attention_bias(Sight(segments, segments, False, table, 10, torch.float64)), rate
+        )
 
     assert not torch.equal(out(packed, table), out(packed, table) * 0)
     assert torch.autograd.gradcheck(out, (packed, table))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from t2t.kernels import cpu, reference
 from t2t.kernels.cpu import blocks, by_segment, native
+from t2t.kernels.reference import Sight
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 HEADS = 3
@@ -57,7 +58,7 @@ class Case:
         packed = [x.clone().requires_grad_() for x in self.packed]
         table = None if self.table is None else self.table.clone().requires_grad_()
         with cpu.random_from(seed):
-            bias = way.attention_bias(self.queries, self.keys, causal, HEADS, table, 10, torch.float32, window)  # type: ignore[attr-defined]
+            bias = way.attention_bias(Sight(self.queries, self.keys, causal, table, 10, torch.float32, window))  # type: ignore[attr-defined]
             out = way.attention(packed, bias, rate, scale)  # type: ignore[attr-defined]
         return self.results(out, packed if table is None else [*packed, table])
 
@@ -66,7 +67,7 @@ class Case:
         causal, window, scale = self.settings
         packed = [x.double().requires_grad_() for x in self.packed]
         table = None if self.table is None else self.table.double().requires_grad_()
-        bias = reference.attention_bias(self.queries, self.keys, causal, HEADS, table, 10, torch.float64, window)
+        bias = reference.attention_bias(Sight(self.queries, self.keys, causal, table, 10, torch.float64, window))
         q, k, v = (x.transpose(1, 2) for several in packed for x in several.unbind(2))
         weights = reference.attention_weights(q, k, bias, scale)
         out = ((weights if left is None else weights * left) @ v).transpose(1, 2)

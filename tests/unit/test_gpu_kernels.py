@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from t2t.kernels import reference
+from t2t.kernels.reference import Sight
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 BUCKETS, HEADS = 8, 2
@@ -57,7 +58,7 @@ def run(module: ModuleType, case: dict, packed: list[Tensor], table: Tensor | No
     """The output in slots that hold a token, and every gradient."""
     queries, keys = sides(case)
     causal, window = case.get("causal", False), case.get("window", 0)
-    bias = module.attention_bias(queries, keys, causal, HEADS, table, 16, packed[0].dtype, window)
+    bias = module.attention_bias(Sight(queries, keys, causal, table, 16, packed[0].dtype, window))
     live = (queries > 0)[:, :, None, None]
     out = torch.where(live, module.attention(packed, bias, 0.0, case.get("scale", 1.0)), 0.0)
     trained = [*packed, *([] if table is None else [table])]
@@ -113,7 +114,7 @@ def test_attention_of_low_precision_is_the_reference_of_fp32(gpu: ModuleType, na
 def test_a_query_without_keys_gives_nothing(gpu: ModuleType) -> None:
     queries, keys = segments([[3, 4]], 8), segments([[5]], 8)
     packed = [torch.randn(1, 8, n, HEADS, 16, device=DEVICE, requires_grad=True) for n in (1, 2)]
-    out = gpu.attention(packed, gpu.attention_bias(queries, keys, False, HEADS, None, 0, torch.float32), 0.0)
+    out = gpu.attention(packed, gpu.attention_bias(Sight(queries, keys)), 0.0)
     assert not out[:, 3:].any()
     assert out[:, :3].all()
     for grad in torch.autograd.grad(out.sum(), packed):
@@ -126,7 +127,7 @@ def test_dropout_is_the_same_on_the_way_back(gpu: ModuleType) -> None:
     rate, slots = 0.25, 70
     places = segments(ROWS, slots)
     table = torch.randn(BUCKETS, HEADS, device=DEVICE, requires_grad=True)
-    spans = gpu.attention_bias(places, places, False, HEADS, table, 16, torch.float32)
+    spans = gpu.attention_bias(Sight(places, places, False, table, 16))
     units = torch.randn(2, slots, 3, HEADS, 128, device=DEVICE)
     units[:, :, 2] = torch.eye(slots, 128, device=DEVICE)[None, :, None]
     seed = torch.tensor([5], dtype=torch.int32, device=DEVICE)
@@ -142,7 +143,7 @@ def test_dropout_is_the_same_on_the_way_back(gpu: ModuleType) -> None:
 
     packed = torch.randn(2, slots, 3, HEADS, 16, device=DEVICE, requires_grad=True)
     upstream = torch.randn(2, slots, HEADS, 16, device=DEVICE) * (places > 0)[:, :, None, None]
-    bias = reference.attention_bias(places, places, False, HEADS, table, 16, torch.float32)
+    bias = reference.attention_bias(Sight(places, places, False, table, 16))
     q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
     weights = reference.attention_weights(q, k, bias) * kept.transpose(1, 2) / (1 - rate)
     expected = torch.autograd.grad(((weights @ v).transpose(1, 2) * upstream).sum(), [packed, table])
@@ -155,7 +156,7 @@ def test_what_is_dropped_does_not_repeat(gpu: ModuleType) -> None:
     """Rows, heads, neighbouring queries and keys drop different weights: as often the same as by chance."""
     slots, rate = 64, 0.5
     places = segments([[slots]] * 2, slots)
-    spans = gpu.attention_bias(places, places, False, HEADS, None, 0, torch.float32)
+    spans = gpu.attention_bias(Sight(places, places))
     units = torch.zeros(2, slots, 3, HEADS, slots, device=DEVICE)
     units[:, :, 2] = torch.eye(slots, device=DEVICE)[None, :, None]
     masks = [

@@ -16,6 +16,7 @@ from t2t.kernels import cpu
 from t2t.kernels.cpu import native
 from t2t.kernels.cpu.blocks import Blocks
 from t2t.kernels.cpu.by_segment import SegmentBias
+from t2t.kernels.reference import Sight
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler here")
 
@@ -40,7 +41,7 @@ def compiler(folder: Path, script: str) -> str:
 
 def way() -> type:
     segments = torch.ones(1, 2, dtype=torch.long)
-    return type(cpu.attention_bias(segments, segments, False, 1, None, 0, torch.float32))
+    return type(cpu.attention_bias(Sight(segments, segments)))
 
 
 @needs_compiler
@@ -142,7 +143,7 @@ def test_other_dtypes_are_torchs() -> None:
 def test_what_c_would_read_wrongly_is_refused(fresh: Path) -> None:
     """Under autocast products come out in bf16 while the bias is fp32; torch's default dtype is nobody's concern."""
     segments = torch.ones(1, 2, dtype=torch.long)
-    bias = cpu.attention_bias(segments, segments, False, 1, None, 0, torch.float32)
+    bias = cpu.attention_bias(Sight(segments, segments))
     packed = torch.randn(1, 2, 3, 1, 4)
     with pytest.raises(TypeError, match="fp32"):
         cpu.attention([packed.bfloat16()], bias, 0.0)

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from t2t.kernels import reference
 from t2t.kernels.cpu.segments import Segments
+from t2t.kernels.reference import Sight
 
 SCORES = 64 * 64  # of a head: segments that make no more of them together share a block
 STEP = 64  # relative biases are made for lengths in such steps, so that few different ones are
@@ -76,33 +77,25 @@ class Blocks:
         return packed
 
 
-def attention_bias(
-    query_segments: Tensor,
-    key_segments: Tensor,
-    causal: bool,
-    heads: int,
-    table: Tensor | None,
-    max_distance: int,
-    dtype: torch.dtype,
-    window: int = 0,
-) -> Blocks:
+def attention_bias(sight: Sight) -> Blocks:
     """See `reference.attention_bias`: the biases of blocks instead of one of whole rows.
 
     >>> segments = torch.tensor([[1, 1, 2, 0]])
-    >>> bias = attention_bias(segments, segments, False, 1, torch.arange(32.0)[:, None], 128, torch.float32)
+    >>> bias = attention_bias(Sight(segments, segments, table=torch.arange(32.0)[:, None], max_distance=128))
     >>> len(bias.biases), bias.biases[0][0, :2, :2]
     (1, tensor([[ 0., 17.],
             [ 1.,  0.]]))
     """
-    segments = Segments.of(query_segments.numpy(), key_segments.numpy())
+    segments = Segments.of(sight.queries.numpy(), sight.keys.numpy())
     blocks = list(_blocks(segments.places))
-    masks = [_mask(block, segments.places, causal, window) for block in blocks]
+    masks = [_mask(block, segments.places, sight.causal, sight.window) for block in blocks]
     relative = None
-    if table is not None and masks:
+    if sight.table is not None and masks:
         q, k = (STEP * math.ceil(max(mask.shape[side] for mask in masks) / STEP) for side in (1, 2))
-        relative = reference.relative_bias(table, q, k, max_distance, not causal)[0].to(dtype).contiguous()
+        relative = reference.relative_bias(sight.table, q, k, sight.max_distance, not sight.causal)[0]
+        relative = relative.to(sight.dtype).contiguous()
     fixed = None if relative is None else relative.detach()
-    biases = [_bias(mask, fixed, dtype) for mask in masks]
+    biases = [_bias(mask, fixed, sight.dtype) for mask in masks]
     queries = Side([block.queries for block in blocks], segments.queries)
     keys = Side([block.keys for block in blocks], segments.keys)
     return Blocks(segments, blocks, queries, keys, biases, relative)
@@ -156,7 +149,7 @@ def attention(packed: Sequence[Tensor], bias: Blocks, rate: float, scale: float 
     """See `reference.attention`.
 
     >>> one = torch.ones(1, 1, dtype=torch.long)
-    >>> blocks = attention_bias(one, one, False, 1, None, 0, torch.float32)
+    >>> blocks = attention_bias(Sight(one, one))
     >>> attention([torch.tensor([1.0, 1.0, 3.0]).view(1, 1, 3, 1, 1)], blocks, 0.0)
     tensor([[[[3.]]]])
     """

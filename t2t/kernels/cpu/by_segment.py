@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from t2t.kernels import reference
 from t2t.kernels.cpu import native
 from t2t.kernels.cpu.segments import Segments
+from t2t.kernels.reference import Sight
 
 T = TypeVar("T", int, np.ndarray)
 
@@ -32,33 +33,25 @@ class SegmentBias:
     window: int
 
 
-def attention_bias(
-    query_segments: Tensor,
-    key_segments: Tensor,
-    causal: bool,
-    heads: int,
-    table: Tensor | None,
-    max_distance: int,
-    dtype: torch.dtype,
-    window: int = 0,
-) -> SegmentBias:
+def attention_bias(sight: Sight) -> SegmentBias:
     """See `reference.attention_bias`: a bias for every distance instead of one for every pair of slots.
 
     >>> segments = torch.tensor([[1, 1, 2, 0]])
-    >>> bias = attention_bias(segments, segments, False, 1, torch.arange(32.0)[:, None], 128, torch.float32)
+    >>> bias = attention_bias(Sight(segments, segments, table=torch.arange(32.0)[:, None], max_distance=128))
     >>> bias.reach, bias.relative[0, 14:17]
     (16, tensor([ 1.,  0., 17.]))
     """
-    segments = Segments.of(query_segments.numpy(), key_segments.numpy())
+    segments = Segments.of(sight.queries.numpy(), sight.keys.numpy())
     reach, relative = _padded(int(segments.places[:, 1::2].max(initial=1))), None
+    table = sight.table
     if table is not None:
         cpu = torch.device("cpu")
         before, after = (
-            reference.relative_buckets(*sizes, len(table), max_distance, not causal, cpu).flatten()
+            reference.relative_buckets(*sizes, len(table), sight.max_distance, not sight.causal, cpu).flatten()
             for sizes in ((reach, 1), (1, reach))
         )
-        relative = F.embedding(torch.cat([before.flip(0), after[1:]]), table).T.to(dtype).contiguous()
-    return SegmentBias(segments, reach, relative, causal, window)
+        relative = F.embedding(torch.cat([before.flip(0), after[1:]]), table).T.to(sight.dtype).contiguous()
+    return SegmentBias(segments, reach, relative, sight.causal, sight.window)
 
 
 def _padded(count: T) -> T:

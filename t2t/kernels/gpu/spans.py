@@ -25,6 +25,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from t2t.kernels import reference
+from t2t.kernels.reference import Sight
 
 LOG2E = 1.4426950408889634
 
@@ -39,33 +40,24 @@ class Spans(NamedTuple):
     tiles: Tensor | None  # [H, N, T, T]
 
 
-def attention_bias(
-    query_segments: Tensor,
-    key_segments: Tensor,
-    causal: bool,
-    heads: int,
-    table: Tensor | None,
-    max_distance: int,
-    dtype: torch.dtype,
-    window: int = 0,
-) -> Spans | Tensor:
-    """See `reference.attention_bias`: stretches instead of a mask, a line of distances instead of a square of biases.
+def attention_bias(sight: Sight) -> Spans | Tensor:
+    """See `reference.attention_bias`: stretches instead of a mask, tiles instead of a square of biases.
 
     Segments are numbered upwards along a row, in both streams. fp64, which tiles cannot be multiplied in, stays with
     the reference.
     """
-    if dtype == torch.float64:
-        return reference.attention_bias(query_segments, key_segments, causal, heads, table, max_distance, dtype, window)
-    queries, keys = _codes(query_segments), _codes(key_segments)
+    if sight.dtype == torch.float64:
+        return reference.attention_bias(sight)
+    queries, keys = _codes(sight.queries), _codes(sight.keys)
     start, end = (torch.searchsorted(keys, queries, right=right, out_int32=True) for right in (False, True))
     first, last = (torch.searchsorted(queries, keys, right=right, out_int32=True) for right in (False, True))
-    if causal:
+    if sight.causal:
         slots = torch.arange(queries.shape[1], dtype=torch.int32, device=queries.device)
         end, first = torch.minimum(end, slots + 1), torch.maximum(first, slots)
-        if window:
-            start, last = torch.maximum(start, slots + 1 - window), torch.minimum(last, slots + window)
-    end, last = end.masked_fill(query_segments == 0, 0), last.masked_fill(key_segments == 0, 0)
-    tiles = None if table is None else _Tiles.apply(table, max_distance, not causal)
+        if sight.window:
+            start, last = torch.maximum(start, slots + 1 - sight.window), torch.minimum(last, slots + sight.window)
+    end, last = end.masked_fill(sight.queries == 0, 0), last.masked_fill(sight.keys == 0, 0)
+    tiles = None if sight.table is None else _Tiles.apply(sight.table, sight.max_distance, not sight.causal)
     return Spans(start, end, first, last, tiles)
 
 
